@@ -1,0 +1,405 @@
+"""What every training script needs and no strategy is about: flags, device, meter, schedule, evaluation.
+
+Units: GB = 2**30 bytes; throughput is samples of the global batch per second of wall time.
+"""
+
+import argparse
+import os
+import sys
+import threading
+import time
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import gptlite
+
+WARMUP_STEPS = 2  # left out of the throughput: allocation, compilation, the first touch of the data
+GB = 2**30
+
+
+# ---- flags --------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    """A wrong flag is one line and exit code 2, the same on every process."""
+
+    def error(self, message):
+        fail(f"{message} (see --help)")
+
+
+def fail(message: str):
+    """A user's mistake: one line on stderr, no traceback, exit code 2."""
+    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    sys.exit(2)
+
+
+def number(kind, least, exclusive=False):
+    """The type of a flag: an int or float of at least (or, exclusive, above) `least`."""
+
+    def parse(string):
+        value = kind(string)
+        if not (value > least if exclusive else value >= least):
+            raise argparse.ArgumentTypeError(f"{string} is not {'above' if exclusive else 'at least'} {least}")
+        return value
+
+    parse.__name__ = "whole number" if kind is int else "number"
+    return parse
+
+
+def build_parser(description: str) -> Parser:
+    """The flags that all scripts share; a script adds its strategy's own."""
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--model", choices=gptlite.PRESETS, help="shape of GPTlite (default: gpt3-small on a GPU, nano on a CPU)")
+    add("--n-layer", type=number(int, 1), help="number of decoder blocks, in place of the model's own")
+    add("--block-size", type=number(int, 1), help="tokens per sample, in place of the model's own")
+    add("--dropout", type=number(float, 0), help="dropout rate, in place of the model's own")
+    add("--data", metavar="FILE", help="a UTF-8 text to learn (default: Tiny Shakespeare, from data/ or downloaded)")
+    add("--steps", type=number(int, 1), default=100, help="optimizer steps (default: %(default)s)")
+    add("--batch-size", type=number(int, 1), default=256, help="global batch: samples per step (default: %(default)s)")
+    add(
+        "--micro-batch-size",
+        type=number(int, 1),
+        default=1,
+        help="samples per process and forward (default: %(default)s)",
+    )
+    add("--optimizer", choices=["adamw", "sgd"], default="adamw", help="(default: %(default)s)")
+    add("--lr", type=number(float, 0), default=1e-3, help="learning rate after the warm-up (default: %(default)s)")
+    add("--weight-decay", type=number(float, 0), default=3e-7, help="(default: %(default)s)")
+    add("--warmup-steps", type=number(int, 0), default=1000, help="linear warm-up; 0 for none (default: %(default)s)")
+    add("--clip", type=number(float, 0), default=0.0, help="clip the norm of the gradients; 0 for never (default: 0)")
+    add("--precision", choices=["fp32", "bf16"], default="fp32", help="bf16: bf16 compute, fp32 weights and optimizer")
+    add("--device", choices=["cpu"], help="force the CPU (default: the accelerator PyTorch finds, else the CPU)")
+    add("--share-gpu", action="store_true", help="allow more processes than GPUs: memory is right, speed means nothing")
+    add("--eval-steps", type=number(int, 0), help="forwards per process in the evaluation; 0 for none (default: all)")
+    add(
+        "--log-every", type=number(int, 1), default=10, help="steps between two lines of the log (default: %(default)s)"
+    )
+    add("--sample", type=number(int, 0), default=0, metavar="N", help="write N characters after the training")
+    add("--seed", type=number(int, 0), default=0, help="of the weights, the order of the data and the dropout")
+    # deepspeed's launcher and torch's old one pass it; the environment says the same.
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def accumulation_steps(args, data_parallel_size: int) -> int:
+    """Micro-batches that each data-parallel process adds up before an optimizer step."""
+    per_forward = args.micro_batch_size * data_parallel_size
+    if args.batch_size % per_forward:
+        fail(
+            f"the global batch of {args.batch_size} samples does not divide into micro-batches of {args.micro_batch_size} "
+            f"on {data_parallel_size} data-parallel processes ({args.micro_batch_size} x {data_parallel_size} = {per_forward}): "
+            f"give a --batch-size that is a multiple of {per_forward}"
+        )
+    return args.batch_size // per_forward
+
+
+# ---- device -------------------------------------------------------------------------------------
+
+
+def pick_device(args, local_rank: int) -> tuple[torch.device, str]:
+    """The device of this process and the backend that carries its collectives.
+
+    Fills in what depends on the device (--model), and makes this process end with its launcher.
+    """
+    end_with_launcher()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if args.device == "cpu" or accelerator is None or accelerator.type == "mps":  # MPS has no collectives
+        device, backend = torch.device("cpu"), "gloo"
+    else:
+        count = torch.accelerator.device_count()
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+        if processes > count and not args.share_gpu:
+            fail(
+                f"{processes} processes on a machine with {count} GPU(s): start at most {count}, or give --share-gpu "
+                "to share (right memory, meaningless speed), or --device cpu"
+            )
+        device = torch.device(accelerator.type, local_rank % count)
+        torch.accelerator.set_device_index(device.index)
+        # gloo beside it carries what lies in CPU memory (offload).
+        backend = (
+            "gloo" if processes > count else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+        )
+    args.model = args.model or ("nano" if device.type == "cpu" else "gpt3-small")
+    # One process without a launcher needs an address too; port 0 is any free one.
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    return device, backend
+
+
+def end_with_launcher() -> None:
+    """End this process when its launcher is gone, so that a killed launcher leaves no worker behind.
+
+    Both launchers pass SIGTERM on to their workers, but SIGKILL reaches nobody, and the first of
+    `deepspeed`'s two processes passes nothing on.
+    """
+    if "MASTER_ADDR" not in os.environ:
+        return  # started by hand: there is no launcher
+    parent = psutil.Process().parent()
+    watched = [parent] if parent else []
+    if parent and "deepspeed.launcher.launch" in " ".join(parent.cmdline()):
+        runner = parent.parent()
+        if runner and "deepspeed" in " ".join(runner.cmdline()):
+            watched.append(runner)
+
+    def watch():
+        while all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in watched):
+            time.sleep(1)
+        os._exit(143)
+
+    def guarded():
+        try:
+            watch()
+        except psutil.NoSuchProcess:
+            os._exit(143)
+
+    threading.Thread(target=guarded, daemon=True).start()
+
+
+# ---- data and model -----------------------------------------------------------------------------
+
+
+def get_dataset(args, local_rank: int):
+    """`gptlite.get_dataset` on every process: first one per node, which may download, then the others.
+
+    An error on one process ends all of them alike, and so do nodes that found different texts.
+    """
+    result, error = None, None
+    for turn in (local_rank == 0, local_rank != 0):
+        if turn:
+            try:
+                result = gptlite.get_dataset(
+                    gptlite.get_config(args.model, block_size=args.block_size).block_size, args.data
+                )
+                if len(result[0]) < args.batch_size:
+                    error = (
+                        f"{result[0].text.name} has {len(result[0])} training samples, fewer than one global batch of "
+                        f"{args.batch_size}: give a longer text or a smaller --batch-size"
+                    )
+            except gptlite.DataError as failure:
+                error = str(failure)
+        dist.barrier()
+    digest = None if error else f"{result[0].text.name} ({int(result[0].text.tokens.sum())})"
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (error, digest))
+    errors = [other for other, _ in found if other]
+    if not errors and len({digest for _, digest in found}) > 1:
+        errors = [
+            f"the processes read different texts: {sorted({digest for _, digest in found})}; give the same --data"
+        ]
+    if errors:
+        dist.destroy_process_group()
+        fail(errors[0])
+    return result
+
+
+def get_model(args, vocab_size: int) -> torch.nn.Module:
+    return gptlite.get_model(
+        vocab_size, args.model, n_layer=args.n_layer, block_size=args.block_size, dropout=args.dropout, seed=args.seed
+    )
+
+
+def endless(loader, sampler, steps_per_epoch: int, accumulation: int):
+    """Micro-batches, epoch after epoch, each newly shuffled; samples that do not fill a global batch are left out."""
+    epoch = 0
+    while True:
+        sampler.set_epoch(epoch)
+        for _, batch in zip(range(steps_per_epoch * accumulation), loader):
+            yield batch
+        epoch += 1
+
+
+# ---- optimizer ----------------------------------------------------------------------------------
+
+
+def get_optimizer(args, parameters) -> torch.optim.Optimizer:
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=args.lr, weight_decay=args.weight_decay)
+    return torch.optim.AdamW(parameters, lr=args.lr, betas=(0.8, 0.999), eps=1e-8, weight_decay=args.weight_decay)
+
+
+def get_scheduler(args, optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """DeepSpeed's linear WarmupLR, step by step: lr x 0, 0, 1/N, 2/N, ..., 1. Call step() after the optimizer's.
+
+    DeepSpeed takes N as at least 2; N = 0 is no warm-up.
+    """
+    n = max(2, args.warmup_steps)
+    if args.warmup_steps == 0:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, max(0, step - 1) / n))
+
+
+# ---- meter --------------------------------------------------------------------------------------
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: the shard of a DTensor, all of any other."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def model_states(model, optimizer) -> dict[str, int]:
+    """Bytes of the model states that this process holds, from the tensors themselves.
+
+    Call between optimizer.step() and zero_grad(), when all of them exist.
+    """
+
+    def total(tensors):
+        return sum(local(t).numel() * t.element_size() for t in tensors)
+
+    state = [v for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v) and v.dim() > 0]
+    return {
+        "Parameters": total(model.parameters()),
+        "Gradients": total(p.grad for p in model.parameters() if p.grad is not None),
+        "OptimizerState": total(state),
+    }
+
+
+class Meter:
+    """Measures a run and prints it: the run's own line first, then a line every `log_every` steps.
+
+    Loss is the mean over processes; memory and model states are the maximum over processes;
+    throughput leaves the first WARMUP_STEPS steps out where there are more.
+    """
+
+    def __init__(self, args, strategy: str, n_parameters: int, text: str, device: torch.device):
+        self.args, self.device = args, device
+        self.rank, self.states = dist.get_rank(), None
+        if self.rank == 0:
+            shape = gptlite.get_config(args.model, args.n_layer, args.block_size, args.dropout)
+            print(
+                f"run: strategy={strategy}, model={args.model}, parameters={n_parameters}, n_layer={shape.n_layer}, "
+                f"block_size={shape.block_size}, dropout={shape.dropout}, processes={dist.get_world_size()}, "
+                f"device={device_name(device)}, precision={args.precision}, batch={args.batch_size}, "
+                f"micro_batch={args.micro_batch_size}, optimizer={args.optimizer}, steps={args.steps}, text={text}, "
+                f"shared_gpu={'gloo' in dist.get_backend() and device.type != 'cpu'}, torch={torch.__version__}",
+                flush=True,
+            )
+        self.bar = None
+        if self.rank == 0 and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=args.steps, unit="step")
+        reset_peak_memory(device)
+        self.start_step, self.start_time = 0, time.perf_counter()
+        self.last_step, self.last_time = 0, self.start_time
+
+    def step(self, step: int, loss: torch.Tensor, states: dict[str, int]) -> None:
+        """Call at the end of each optimizer step (from 1) with this process's mean loss over its micro-batches."""
+        if self.bar:
+            self.bar.update()
+        self.states = states
+        if step == min(WARMUP_STEPS, self.args.steps - 1):
+            synchronize(self.device)
+            dist.barrier()
+            self.start_step, self.start_time = step, time.perf_counter()
+            self.last_step, self.last_time = self.start_step, self.start_time
+        if step % self.args.log_every == 0 or step == self.args.steps:
+            self.log(step, loss)
+
+    def log(self, step: int, loss: torch.Tensor) -> None:
+        synchronize(self.device)
+        loss = loss.detach().to(self.device, torch.float32) / dist.get_world_size()
+        dist.all_reduce(loss)  # also waits for the slowest process, so the clock below is everyone's
+        loss = loss.item()
+        now = time.perf_counter()
+        allocated, peak = memory(self.device)
+        largest = torch.tensor([allocated, peak, *self.states.values()], dtype=torch.float32, device=self.device) / GB
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        allocated, peak, *states = largest.tolist()
+        batch = self.args.batch_size
+        # The first line may fall into the warm-up: then it tells the time since the start.
+        average = batch * (step - self.start_step) / (now - self.start_time) if step > self.start_step else 0.0
+        current = batch * (step - self.last_step) / (now - self.last_time) if step > self.last_step else average
+        self.last_step, self.last_time = step, now
+        if self.rank == 0:
+            named = ", ".join(f"{name}={value:.6f}GB" for name, value in zip(self.states, states, strict=True))
+            self.print(
+                f"meter: step={step}/{self.args.steps}, RunningAvgSamplesPerSec={average:.6g}, "
+                f"CurrSamplesPerSec={current:.6g}, MemAllocated={allocated:.4f}GB, MaxMemAllocated={peak:.4f}GB, "
+                f"loss={loss:.7f}, {named}"
+            )
+
+    def print(self, line: str) -> None:
+        if self.bar:
+            self.bar.clear()
+        print(line, flush=True)
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.close()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    return device.type if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        return
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # Linux: the peak of the resident set starts anew
+    except OSError:
+        pass  # the peak then counts from the start of the process
+
+
+def memory(device: torch.device) -> tuple[int, int]:
+    """Bytes allocated now, and at the peak since training began; on a CPU, of the resident set (RSS)."""
+    if device.type != "cpu":
+        return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+    rss = psutil.Process().memory_info().rss
+    try:
+        with open("/proc/self/status") as file:
+            peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        import resource  # macOS: bytes, since the start of the process
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return rss, max(rss, peak)
+
+
+# ---- evaluation ---------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(args, model, valid_set, device, rank: int, world_size: int) -> None:
+    """Print the mean loss over the validation set, each token counted once, and a sample if asked for.
+
+    Every process does the same number of forwards, since sharded models communicate in them: where
+    windows run out, it computes one that does not count.
+    """
+    windows = len(valid_set)
+    if args.eval_steps is not None:
+        windows = min(windows, args.eval_steps * args.micro_batch_size * world_size)
+    mine = list(range(rank, windows, world_size))
+    forwards = -(-windows // (args.micro_batch_size * world_size))
+    total = torch.zeros(2, dtype=torch.float32, device=device)
+    model.eval()
+    for i in range(forwards):
+        indices = mine[i * args.micro_batch_size : (i + 1) * args.micro_batch_size]
+        samples = [valid_set[index] for index in indices] or [valid_set[0]]
+        inputs, targets = (torch.stack(column).to(device) for column in zip(*samples, strict=True))
+        if not indices:
+            targets = torch.full_like(targets, gptlite.IGNORE)
+        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits = model(inputs)
+        total[0] += F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
+        total[1] += (targets != gptlite.IGNORE).sum()
+    model.train()
+    dist.all_reduce(total)
+    loss, tokens = (total[0] / total[1]).item(), int(total[1])
+    if rank == 0:
+        if tokens:
+            print(f"result: validation_loss={loss:.6f}, validation_tokens={tokens}", flush=True)
+        else:
+            print("result: validation_loss=none, validation_tokens=0", flush=True)
