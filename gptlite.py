@@ -62,7 +62,7 @@ def layer_generator(seed: int, layer: int) -> torch.Generator:
 
 @torch.no_grad()
 def draw_normal(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
-    """Fill `weight` (any shape and device) with N(0, std), drawn on the CPU. On the meta device there is nothing to fill."""
+    """Fill `weight` (any shape and device) with N(0, std), drawn on the CPU; the meta device has nothing to fill."""
     if not weight.is_meta:
         weight.copy_(torch.normal(0.0, std, weight.shape, generator=generator, device="cpu"))
 
@@ -149,10 +149,10 @@ class Embeddings(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        T = tokens.shape[1]
-        if T > self.block_size:
-            raise ValueError(f"{T} tokens do not fit the model's block size of {self.block_size}")
-        positions = torch.arange(T, device=tokens.device)
+        length = tokens.shape[1]
+        if length > self.block_size:
+            raise ValueError(f"{length} tokens do not fit the model's block size of {self.block_size}")
+        positions = torch.arange(length, device=tokens.device)
         return self.dropout(self.token(tokens) + self.position(positions))
 
 

@@ -91,9 +91,9 @@ def accumulation_steps(args, data_parallel_size: int) -> int:
     per_forward = args.micro_batch_size * data_parallel_size
     if args.batch_size % per_forward:
         fail(
-            f"the global batch of {args.batch_size} samples does not divide into micro-batches of {args.micro_batch_size} "
-            f"on {data_parallel_size} data-parallel processes ({args.micro_batch_size} x {data_parallel_size} = {per_forward}): "
-            f"give a --batch-size that is a multiple of {per_forward}"
+            f"the global batch of {args.batch_size} samples does not divide into micro-batches of "
+            f"{args.micro_batch_size} on {data_parallel_size} data-parallel processes ({args.micro_batch_size} x "
+            f"{data_parallel_size} = {per_forward}): give a --batch-size that is a multiple of {per_forward}"
         )
     return args.batch_size // per_forward
 
@@ -208,7 +208,7 @@ def endless(loader, sampler, steps_per_epoch: int, accumulation: int):
     epoch = 0
     while True:
         sampler.set_epoch(epoch)
-        for _, batch in zip(range(steps_per_epoch * accumulation), loader):
+        for _, batch in zip(range(steps_per_epoch * accumulation), loader, strict=False):
             yield batch
         epoch += 1
 
