@@ -323,10 +323,12 @@ class Meter:
                 f"loss={loss:.7f}, {named}"
             )
 
-    def print(self, line: str) -> None:
+    def print(self, *lines: str) -> None:
+        """Print on rank 0, around the progress bar."""
         if self.bar:
             self.bar.clear()
-        print(line, flush=True)
+        if self.rank == 0:
+            print(*lines, sep="\n", end="\n" if lines else "", flush=True)
 
     def close(self) -> None:
         if self.bar:
@@ -372,7 +374,7 @@ def memory(device: torch.device) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def evaluate(args, model, valid_set, device, rank: int, world_size: int) -> None:
+def evaluate(args, model, valid_set, device, rank: int, world_size: int, autocast: bool = False) -> None:
     """Print the mean loss over the validation set, each token counted once, and a sample if asked for.
 
     Every process does the same number of forwards, since sharded models communicate in them: where
@@ -391,7 +393,7 @@ def evaluate(args, model, valid_set, device, rank: int, world_size: int) -> None
         inputs, targets = (torch.stack(column).to(device) for column in zip(*samples, strict=True))
         if not indices:
             targets = torch.full_like(targets, gptlite.IGNORE)
-        with torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             logits = model(inputs)
         total[0] += F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
         total[1] += (targets != gptlite.IGNORE).sum()

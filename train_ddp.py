@@ -78,7 +78,7 @@ def main():
         meter.step(step, step_loss, states)
 
     meter.close()
-    harness.evaluate(args, model, valid_set, device, rank, world_size)
+    harness.evaluate(args, model, valid_set, device, rank, world_size, autocast=args.precision == "bf16")
     dist.destroy_process_group()
 
 

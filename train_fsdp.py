@@ -1,4 +1,4 @@
-"""Fully Sharded Data Parallel (FSDP2): every process holds a shard of each layer and gathers a layer while it computes it.
+"""Fully Sharded Data Parallel (FSDP2): every process holds a shard of each layer, and gathers a layer to compute it.
 
       process 0            process 1
     [ p0 p1 .. .. ]      [ .. .. p2 p3 ]    parameters        (each layer is cut, not the list of layers)

@@ -1,0 +1,356 @@
+"""Reads a DeepSpeed JSON, finds its mistakes before anything starts, and lets the flags override it.
+
+DeepSpeed itself ignores a key it does not know, and starts processes before it reads the file.
+"""
+
+import atexit
+import contextlib
+import difflib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+
+import torch.utils.cpp_extension
+
+from harness import fail
+
+# The top-level keys of DeepSpeed 0.19.8's documentation ("DeepSpeed Configuration JSON") and source.
+KNOWN_KEYS = [  # fmt: skip
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "optimizer",
+    "scheduler",
+    "communication_data_type",
+    "seq_parallel_communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "gradient_allreduce_op",
+    "sparse_gradients",
+    "fp16",
+    "bf16",
+    "amp",
+    "torch_autocast",
+    "gradient_clipping",
+    "zero_optimization",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "dump_state",
+    "log_level",
+    "memory_breakdown",
+    "data_types",
+    "aio",
+    "gds",
+    "flops_profiler",
+    "autotuning",
+    "activation_checkpointing",
+    "sparse_attention",
+    "data_efficiency",
+    "curriculum_learning",
+    "monitor_config",
+    "tensorboard",
+    "wandb",
+    "comet",
+    "csv_monitor",
+    "comms_logger",
+    "compression_training",
+    "elasticity",
+    "checkpoint",
+    "nebula",
+    "dataloader_drop_last",
+    "disable_allgather",
+    "hybrid_engine",
+    "compile",
+    "pipeline",
+    "tensor_parallel",
+    "weight_quantization",
+    "graph_harvesting",
+    "use_data_before_expert_parallel_",
+    "progressive_layer_drop",
+    "eigenvalue",
+    "quantize_training",
+    "vocabulary_size",
+    "expert_parallel",
+    "sequence_parallel_size",
+    "data_parallel_size",
+    "zenflow",
+    "timers",
+    "managed_gradient_accumulation",
+]
+
+
+def read(path: str) -> dict:
+    """The JSON at `path`; any mistake in it ends the program with one line and exit code 2."""
+
+    def unique(pairs):
+        keys = [key for key, _ in pairs]
+        for key in keys:
+            if keys.count(key) > 1:
+                fail(f'{path}: "{key}" is given twice: keep one')
+        return dict(pairs)
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            config = json.load(file, object_pairs_hook=unique)
+    except OSError as error:
+        fail(f"cannot read the DeepSpeed config {path}: {error.strerror}")
+    except UnicodeDecodeError:
+        fail(f"{path} is not UTF-8 text: give a DeepSpeed config in JSON")
+    except json.JSONDecodeError as error:
+        fail(f"{path}, line {error.lineno}: not JSON: {error.msg} (comments and trailing commas are not allowed)")
+    if not isinstance(config, dict):
+        fail(f"{path}: a DeepSpeed config is a JSON object, {{...}}")
+    for key, value in walk(config):
+        if value == "auto":
+            fail(f'{path}: "{key}" is "auto", which only Hugging Face\'s Trainer fills in: give a value')
+    for key in config:
+        if key not in KNOWN_KEYS:
+            near = difflib.get_close_matches(key, KNOWN_KEYS, 1, cutoff=0.75)
+            if near:
+                fail(f'{path}: DeepSpeed does not know "{key}" and would ignore it: did you mean "{near[0]}"?')
+            print(f'warning: {path}: DeepSpeed does not document "{key}" and may ignore it', file=sys.stderr)
+    for key in ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16"):
+        if not isinstance(config.get(key, {}), dict):
+            fail(f'{path}: "{key}" must be an object, {{...}}, not {json.dumps(config[key])}')
+    return config
+
+
+def walk(value, name=""):
+    """Every (key, value) below a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield f"{name}{key}", inner
+        yield from walk(inner, f"{name}{key}.")
+
+
+# The numbers that a flag and the JSON both can give: flag, key, kind, least value.
+NUMBERS = [
+    ("batch_size", "train_batch_size", int, 1),
+    ("micro_batch_size", "train_micro_batch_size_per_gpu", int, 1),
+    ("lr", "optimizer.params.lr", float, 0),
+    ("weight_decay", "optimizer.params.weight_decay", float, 0),
+    ("warmup_steps", "scheduler.params.warmup_num_steps", int, 0),
+    ("clip", "gradient_clipping", float, 0),
+    ("log_every", "steps_per_print", int, 1),
+]
+KEYS = {name: key for name, key, _, _ in NUMBERS} | {"optimizer": "optimizer.type", "precision": "bf16.enabled"}
+
+
+def get(config: dict, path: str):
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, dict) else None
+    return config
+
+
+def flag_values(config: dict, path: str, world_size: int) -> dict:
+    """What the JSON says, as flags: {"batch_size": 256, ...}. The batch is completed as DeepSpeed completes it."""
+    found = {}
+    for name, key, kind, least in NUMBERS:
+        value = get(config, key)
+        if value is None:
+            continue
+        right_kind = isinstance(value, int) or (kind is float and isinstance(value, float))
+        if not right_kind or isinstance(value, bool) or value < least:
+            what = "whole number" if kind is int else "number"
+            fail(f'{path}: "{key}" must be a {what} of at least {least}, not {json.dumps(value)}')
+        found[name] = value
+    accumulation = config.get("gradient_accumulation_steps", 1)
+    if not isinstance(accumulation, int) or isinstance(accumulation, bool) or accumulation < 1:
+        fail(f'{path}: "gradient_accumulation_steps" must be a whole number of at least 1, not {accumulation!r}')
+    batch, micro, per_micro = found.get("batch_size"), found.get("micro_batch_size"), accumulation * world_size
+    if batch is not None and micro is None:
+        if batch % per_micro:
+            fail(
+                f'{path}: "train_batch_size" {batch} does not divide into {accumulation} accumulation steps on '
+                f"{world_size} processes ({accumulation} x {world_size} = {per_micro})"
+            )
+        found["micro_batch_size"] = batch // per_micro
+    elif batch is None and micro is not None:
+        found["batch_size"] = micro * per_micro
+    elif batch is not None and "gradient_accumulation_steps" in config and batch != micro * per_micro:
+        fail(
+            f'{path}: "train_batch_size" {batch} is not micro-batch {micro} x accumulation {accumulation} x '
+            f"{world_size} processes = {micro * per_micro}: leave one of the three out"
+        )
+    if "optimizer" in config:
+        found["optimizer"] = str(config["optimizer"].get("type")).lower()
+    if "scheduler" not in config:
+        found["warmup_steps"] = 0  # DeepSpeed then keeps the learning rate constant
+    fp16 = bool(get(config, "fp16.enabled"))
+    found["precision"] = "bf16" if get(config, "bf16.enabled") else "fp16" if fp16 else "fp32"
+    return found
+
+
+def apply_flags(config: dict, path: str, args, given: dict, world_size: int) -> list[str]:
+    """Write the flags (args) into the config, whose own values are `given`; a line for each that differs."""
+    changes = []
+    for name, key in KEYS.items():
+        value, old = getattr(args, name), given.get(name)
+        if value != old:
+            what = f'sets "{key}", which {path} leaves open' if old is None else f'replaces {old} ("{key}" of {path})'
+            changes.append(f"config: --{name.replace('_', '-')} {value} {what}")
+
+    config["train_batch_size"] = args.batch_size
+    config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
+    config["gradient_accumulation_steps"] = args.batch_size // (args.micro_batch_size * world_size)
+    config["gradient_clipping"] = args.clip  # DeepSpeed's own default is to clip at 1.0
+    config["steps_per_print"] = args.log_every
+    config.setdefault("log_level", "info")  # at its own level DeepSpeed hides its throughput line
+    if args.precision != given["precision"]:
+        config.pop("fp16", None)
+        config["bf16"] = {"enabled": args.precision == "bf16"}
+
+    if args.optimizer == "sgd" != given.get("optimizer"):
+        config["optimizer"] = {"type": "SGD", "params": {}}
+    elif args.optimizer == "adamw" != given.get("optimizer"):
+        params = {"betas": [0.8, 0.999], "eps": 1e-8, "torch_adam": True}
+        config["optimizer"] = {"type": "AdamW", "params": params}
+    if args.optimizer == "sgd":  # ZeRO and its CPU offload work with plain SGD, but want to be told
+        config["zero_allow_untested_optimizer"] = True
+        config["zero_force_ds_cpu_optimizer"] = False
+    config["optimizer"].setdefault("params", {}).update(lr=args.lr, weight_decay=args.weight_decay)
+
+    if args.warmup_steps != given.get("warmup_steps") or args.lr != given.get("lr"):
+        if args.warmup_steps == 0:
+            config.pop("scheduler", None)
+        else:
+            scheduler = config.setdefault("scheduler", {"type": "WarmupLR", "params": {"warmup_type": "linear"}})
+            scheduler.setdefault("params", {}).update(warmup_max_lr=args.lr, warmup_num_steps=args.warmup_steps)
+    return changes
+
+
+def parse_args(parser, world_size: int):
+    """The flags, the config with the flags written into it, and a line for each value that a flag changed.
+
+    What a flag does not say, the JSON does; what neither says is the flag's default.
+    """
+    args = parser.parse_args()
+    if importlib.util.find_spec("deepspeed") is None:
+        fail("DeepSpeed is not installed (it needs Linux): pip install deepspeed==0.19.8")
+    if args.estimate_memory:
+        return args, {}, []
+    path = args.deepspeed_config
+    if path is None:
+        fail("no strategy: give --deepspeed_config a file of ds_configs/")
+    config = read(path)
+    given = flag_values(config, path, world_size)
+    parser.set_defaults(**given)
+    args = parser.parse_args()
+    changes = apply_flags(config, path, args, given, world_size)
+    if args.device == "cpu" or not torch.accelerator.is_available():
+        changes += switch_off_pinning(config)
+    return args, config, changes
+
+
+def zero_stage(config: dict, path: str) -> int:
+    """The ZeRO stage, after DeepSpeed itself has checked the keys and values of "zero_optimization"."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        return int(DeepSpeedZeroConfig(**config.get("zero_optimization", {})).stage)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        known = list(DeepSpeedZeroConfig.model_fields)
+        near = difflib.get_close_matches(key, known, 1)
+        hint = f': did you mean "{near[0]}"?' if near and first["type"] == "extra_forbidden" else ""
+        fail(f'{path}: "zero_optimization.{key}": {first["msg"]}{hint}')
+
+
+# ---- offload ------------------------------------------------------------------------------------
+
+
+def offload_sections(config: dict) -> list[dict]:
+    zero = config.get("zero_optimization", {})
+    return [zero[key] for key in ("offload_optimizer", "offload_param") if zero.get(key)]
+
+
+def use_swap_folder(config: dict, path: str, nvme_path: str | None) -> None:
+    """Where the config offloads to NVMe, give this process a folder of its own, removed when it ends.
+
+    The folder lies in --nvme-path, else in the system's temporary folder.
+    """
+    sections = [section for section in offload_sections(config) if section.get("device") == "nvme"]
+    if not sections:
+        if nvme_path:
+            fail(f"--nvme-path is for a config that offloads to NVMe, which {path} does not")
+        return
+    if not all(section.get("nvme_path") for section in sections):
+        fail(f'{path}: offload to "nvme" needs an "nvme_path": name a folder on a fast disk')
+    parent = nvme_path or tempfile.gettempdir()
+    try:
+        folder = tempfile.mkdtemp(prefix="zero-infinity-", dir=parent)
+    except OSError as error:
+        fail(f"cannot write swap files to {parent} ({error.strerror}): give a writable folder with --nvme-path")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    # By default SIGTERM ends Python without running what is registered.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for section in sections:
+        section["nvme_path"] = folder
+
+
+def switch_off_pinning(config: dict) -> list[str]:
+    """Without a GPU there is nothing to pin memory for; a line that says so where the config asked for it."""
+    pinned = [section for section in offload_sections(config) if section.get("pin_memory")]
+    for section in pinned:
+        section["pin_memory"] = False
+    return ["config: pin_memory is switched off: this machine has no GPU to copy to"] if pinned else []
+
+
+def prepare(config: dict, args, device: torch.device) -> int:
+    """Check what only DeepSpeed can check, make swap folder and C++ code ready; returns the ZeRO stage."""
+    path = args.deepspeed_config
+    stage = zero_stage(config, path)
+    use_swap_folder(config, path, args.nvme_path)
+    load_ops(config, path)
+    return stage
+
+
+def load_ops(config: dict, path: str) -> None:
+    """Build or load the C++ code that offload needs, before training and its clock begin."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+
+    devices = {section.get("device") for section in offload_sections(config)}
+    try:
+        optimizer = config["optimizer"]
+        is_adam = str(optimizer["type"]).lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam")
+        if devices & {"cpu", "nvme"} and is_adam:
+            with patience("cpu_adam"):
+                CPUAdamBuilder().load(verbose=False)
+        if "nvme" in devices:
+            if not AsyncIOBuilder().is_compatible(verbose=False):
+                fail("offload to NVMe needs libaio's headers: install them (Debian, Ubuntu: apt install libaio-dev)")
+            with patience("async_io"):
+                AsyncIOBuilder().load(verbose=False)
+    except (RuntimeError, ImportError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        fail(f"{path} offloads, which needs a C++ compiler for DeepSpeed's operators (apt install g++): {reason}")
+
+
+@contextlib.contextmanager
+def patience(what: str):
+    """Say what takes so long when DeepSpeed compiles at first use (minutes) or waits for another process to."""
+    locks = os.path.join(torch.utils.cpp_extension.get_default_build_root(), "*", "*", "lock")
+    timer = threading.Timer(
+        5,
+        print,
+        [
+            f"DeepSpeed is compiling {what}, once: this takes one to several minutes. (If nothing is compiling, "
+            f"an interrupted build left a lock behind: delete {locks})"
+        ],
+        {"file": sys.stderr, "flush": True},
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
