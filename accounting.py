@@ -1,64 +1,101 @@
-"""The model states that a process holds, in bytes, counted from DeepSpeed's own tensors and partitions.
+"""The model states that a DeepSpeed process holds, in bytes, counted from DeepSpeed's own tensors and partitions.
 
-DDP and FSDP keep their states in the parameters and the optimizer (harness.model_states). DeepSpeed's
-optimizers keep flat partitions of their own, which differ by stage; each storage is counted once.
+DDP and FSDP keep their states in the parameters and the optimizer: harness.model_states counts those.
+DeepSpeed's optimizers keep flat partitions of their own, which differ by stage. Each storage is
+counted once, however many tensors look into it.
 """
 
+import os
+
 import torch
-
-
-def storage_bytes(tensors, counted: set[int]) -> int:
-    """Bytes of the storages under `tensors` that are not in `counted` yet; adds them to it."""
-    total = 0
-    for tensor in tensors:
-        if not torch.is_tensor(tensor) or tensor.numel() == 0 or tensor.is_meta:
-            continue
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in counted:
-            counted.add(storage.data_ptr())
-            total += storage.nbytes()
-    return total
 
 
 def flat(nested):
     """The tensors in nested lists, tuples and dicts."""
     if torch.is_tensor(nested):
         yield nested
-    elif isinstance(nested, dict):
-        for value in nested.values():
-            yield from flat(value)
-    elif isinstance(nested, list | tuple):
-        for value in nested:
+    elif isinstance(nested, dict | list | tuple):
+        for value in nested.values() if isinstance(nested, dict) else nested:
             yield from flat(value)
 
 
-def master_partitions(engine) -> list[torch.Tensor]:
-    """The flat fp32 partition that this process updates: ZeRO-1 and 2, ZeRO-3, or none (stage 0 in fp32)."""
-    optimizer = engine.optimizer
-    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):
-        if hasattr(optimizer, name):
-            return list(getattr(optimizer, name))
-    return []
+class DeepSpeedStates:
+    """Counts one training step: count_gradients() after each backward, count() after the step.
 
-
-def deepspeed_gradients(engine) -> int:
-    """Bytes of gradients that this process holds. Call between engine.backward() and the engine.step() that updates."""
-    optimizer = engine.optimizer
-    tensors = [p.grad for p in engine.module.parameters()]
-    tensors += [p.grad for p in master_partitions(engine)]
-    for name in ("averaged_gradients", "grad_partitions_flat_buffer", "fp32_groups_gradients_flat"):
-        tensors += flat(getattr(optimizer, name, None))
-    return storage_bytes(tensors, set())
-
-
-def deepspeed_states(engine, gradients: int) -> dict[str, int]:
-    """Bytes of each model state that this process holds in memory. Call after an engine.step() that updated.
-
-    Parameters are the ones the forward pass reads (a partition of each under ZeRO-3). OptimizerState
-    has the moments and, where it is a tensor of its own, the fp32 master partition.
+    Offloaded is the part of the three in CPU memory in place of a GPU's (on a machine without a GPU:
+    the part that would be); OnDisk is what ZeRO-Infinity has swapped out, which no memory holds.
     """
-    counted: set[int] = set()
-    parameters = storage_bytes((getattr(p, "ds_tensor", p) for p in engine.module.parameters()), counted)
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    state = [*master_partitions(engine), *(t for t in flat(dict(inner.state)) if t.dim() > 0)]
-    return {"Parameters": parameters, "Gradients": gradients, "OptimizerState": storage_bytes(state, counted)}
+
+    def __init__(self, engine, config: dict):
+        self.engine, self.optimizer = engine, engine.optimizer
+        zero = config.get("zero_optimization", {})
+        self.offloads_optimizer = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+        self.offloads_parameters = zero.get("offload_param", {}).get("device", "none") != "none"
+        self.swap_folder = next(
+            (
+                zero[key]["nvme_path"]
+                for key in ("offload_optimizer", "offload_param")
+                if "nvme_path" in zero.get(key, {})
+            ),
+            None,
+        )
+        self.gradients = 0
+        self.offloaded_gradients = 0
+
+    def partitions(self) -> list[torch.Tensor]:
+        """The flat fp32 tensors that this process's optimizer updates; none of their own in stage 0 with fp32."""
+        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):
+            if hasattr(self.optimizer, name):  # ZeRO-1 and 2, ZeRO-3, bf16 without ZeRO
+                return list(getattr(self.optimizer, name))
+        return []
+
+    def measure(self, tensors, would_be_offloaded: bool, counted: set[int]) -> tuple[int, int]:
+        """Bytes, and bytes offloaded, of the storages under `tensors` that are not in `counted`; adds them to it."""
+        total = offloaded = 0
+        on_gpu_machine = self.engine.device.type != "cpu"
+        for tensor in tensors:
+            if not torch.is_tensor(tensor) or tensor.numel() == 0:
+                continue
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() in counted:
+                continue
+            counted.add(storage.data_ptr())
+            total += storage.nbytes()
+            if tensor.device.type == "cpu" if on_gpu_machine else would_be_offloaded:
+                offloaded += storage.nbytes()
+        return total, offloaded
+
+    def count_gradients(self) -> None:
+        """Call between engine.backward() and engine.step(); the largest of a step's micro-batches counts."""
+        counted: set[int] = set()
+        buffers = [
+            getattr(self.optimizer, name, None)
+            for name in (
+                "averaged_gradients",
+                "all_grad_tensors",
+                "grad_partitions_flat_buffer",
+                "fp32_groups_gradients_flat",
+            )
+        ]
+        whole, _ = self.measure((p.grad for p in self.engine.module.parameters()), False, counted)
+        shards = [*flat(buffers), *(partition.grad for partition in self.partitions())]
+        sharded, offloaded = self.measure(shards, self.offloads_optimizer, counted)
+        if whole + sharded > self.gradients:
+            self.gradients, self.offloaded_gradients = whole + sharded, offloaded
+
+    def count(self) -> dict[str, int]:
+        """Parameters are what the forward pass reads (shards under ZeRO-3); OptimizerState has the moments
+        and, where it is a tensor of its own, the fp32 copy of the parameters that the optimizer updates."""
+        counted: set[int] = set()
+        tensors = [getattr(p, "ds_tensor", p) for p in self.engine.module.parameters()]
+        parameters, offloaded_parameters = self.measure(tensors, self.offloads_parameters, counted)
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        tensors = [*self.partitions(), *(t for t in flat(dict(inner.state)) if t.dim() > 0)]
+        state, offloaded_state = self.measure(tensors, self.offloads_optimizer, counted)
+        states = {"Parameters": parameters, "Gradients": self.gradients, "OptimizerState": state}
+        if self.offloads_optimizer or self.offloads_parameters:
+            states["Offloaded"] = offloaded_parameters + self.offloaded_gradients + offloaded_state
+        if self.swap_folder:
+            files = (os.path.join(root, name) for root, _, names in os.walk(self.swap_folder) for name in names)
+            states["OnDisk"] = sum(os.path.getsize(file) for file in files)
+        return states

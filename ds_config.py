@@ -20,7 +20,7 @@ import torch.utils.cpp_extension
 from harness import fail
 
 # The top-level keys of DeepSpeed 0.19.8's documentation ("DeepSpeed Configuration JSON") and source.
-KNOWN_KEYS = [  # fmt: skip
+KNOWN_KEYS = [
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",

@@ -244,7 +244,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def model_states(model, optimizer) -> dict[str, int]:
     """Bytes of the model states that this process holds, from the tensors themselves.
 
-    Call between optimizer.step() and zero_grad(), when all of them exist.
+    Call after the first optimizer.step() and before zero_grad(), when all of them exist.
     """
 
     def total(tensors):
@@ -267,7 +267,8 @@ class Meter:
 
     def __init__(self, args, strategy: str, n_parameters: int, text: str, device: torch.device):
         self.args, self.device = args, device
-        self.rank, self.states = dist.get_rank(), None
+        self.rank = dist.get_rank()
+        self.states: dict[str, int] = {}  # bytes of the model states, set by the script after the first step
         if self.rank == 0:
             shape = gptlite.get_config(args.model, args.n_layer, args.block_size, args.dropout)
             print(
@@ -287,11 +288,10 @@ class Meter:
         self.start_step, self.start_time = 0, time.perf_counter()
         self.last_step, self.last_time = 0, self.start_time
 
-    def step(self, step: int, loss: torch.Tensor, states: dict[str, int]) -> None:
+    def step(self, step: int, loss: torch.Tensor) -> None:
         """Call at the end of each optimizer step (from 1) with this process's mean loss over its micro-batches."""
         if self.bar:
             self.bar.update()
-        self.states = states
         if step == min(WARMUP_STEPS, self.args.steps - 1):
             synchronize(self.device)
             dist.barrier()

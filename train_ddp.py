@@ -73,9 +73,10 @@ def main():
             torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         scheduler.step()
-        states = harness.model_states(model, optimizer)
+        if step == 1:
+            meter.states = harness.model_states(model, optimizer)  # now all of them exist
         optimizer.zero_grad(set_to_none=True)
-        meter.step(step, step_loss, states)
+        meter.step(step, step_loss)
 
     meter.close()
     harness.evaluate(args, model, valid_set, device, rank, world_size, autocast=args.precision == "bf16")

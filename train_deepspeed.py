@@ -76,6 +76,7 @@ def main():
     strategy = os.path.splitext(os.path.basename(args.deepspeed_config))[0]
     meter = harness.Meter(args, strategy, n_parameters, train_set.text.name, device)
     meter.print(*changes)
+    states = accounting.DeepSpeedStates(engine, config)
 
     for step in range(1, args.steps + 1):
         step_loss = torch.zeros((), device=device)
@@ -86,12 +87,13 @@ def main():
             # The engine counts micro-batches: it divides the loss by their number, sends gradients when
             # the stage needs it, and steps, schedules and zeroes after the last one.
             engine.backward(loss)
-            if engine.is_gradient_accumulation_boundary():
-                gradients = accounting.deepspeed_gradients(engine)
+            if step == 1:
+                states.count_gradients()
             engine.step()
             step_loss += loss.detach() / accumulation
-        states = accounting.deepspeed_states(engine, gradients)
-        meter.step(step, step_loss, states)
+        if step == 1:
+            meter.states = states.count()
+        meter.step(step, step_loss)
 
     meter.close()
     harness.evaluate(args, engine, valid_set, device, rank, world_size)

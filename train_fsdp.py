@@ -92,8 +92,12 @@ def main():
         step_loss = torch.zeros((), device=device)
         for micro_step in range(accumulation):
             inputs, targets = (tensor.to(device, non_blocking=True) for tensor in next(batches))
-            # Only the last micro-batch's backward pass sends gradients; until then they stay whole, unsharded.
-            model.set_requires_gradient_sync(micro_step == accumulation - 1)
+            # Gradients are reduced to shards after every micro-batch, so that they never pile up whole; only
+            # what replicates waits for the last one. (set_requires_gradient_sync(False) would wait in all
+            # strategies, as DDP's no_sync does, and hold 4 bytes per parameter meanwhile.)
+            last = micro_step == accumulation - 1
+            model.set_requires_gradient_sync(last or args.sharding_strategy != "NO_SHARD")
+            model.set_requires_all_reduce(last)
             logits = model(inputs)
             loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
             # The step's gradient is the mean over its micro-batches, so each counts 1/accumulation.
@@ -103,9 +107,10 @@ def main():
             torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         optimizer.step()
         scheduler.step()
-        states = harness.model_states(model, optimizer)
+        if step == 1:
+            meter.states = harness.model_states(model, optimizer)  # now all of them exist
         optimizer.zero_grad(set_to_none=True)
-        meter.step(step, step_loss, states)
+        meter.step(step, step_loss)
 
     meter.close()
     harness.evaluate(args, model, valid_set, device, rank, world_size)
