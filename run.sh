@@ -1,0 +1,310 @@
+#!/usr/bin/env bash
+# Runs every strategy on this machine, one after the other, and turns the logs into tables and charts.
+# Needs nothing but Python 3.10: setup.sh makes the environment on first use. Works with macOS's bash 3.2.
+
+usage() {
+  cat << 'END'
+usage: ./run.sh [OPTION...] [STRATEGY...] [-- FLAG...]
+
+Trains GPTlite with every strategy that this machine can run, or with those named, and writes
+results/MACHINE/: a log per strategy, samples.csv, summary.csv, charts, machine.txt.
+
+  --nproc N               processes (default: one per GPU; 2 without a GPU)
+  --steps N               optimizer steps (default: 100; without a GPU 60, or 5 for models above baby)
+  --model NAME            shape of GPTlite (default: gpt3-small; nano without a GPU)
+  --batch-size N          samples per step, of all processes together (default: 256; without a GPU 16 or 4)
+  --micro-batch-size N    samples per process and forward (default: 1; 4 for nano and baby without a GPU)
+  --data FILE             the text to learn (default: Tiny Shakespeare)
+  --nvme-path DIR         where zero3_nvme swaps to (default: the folder for temporary files)
+  --timeout SECONDS       limit for one strategy (default: 3600; 900 without a GPU)
+  --out DIR               folder of the results (default: results/MACHINE)
+  --list                  print the names of the strategies
+  --help                  print this
+  -- FLAG...              further flags for every script, for example: -- --precision bf16 --eval-steps 10
+
+A strategy that fails, runs out of memory, hangs or lacks something here is a row with its reason, and the
+sweep goes on. Naming a few strategies measures these again, and keeps the other rows. CUDA_VISIBLE_DEVICES=
+(empty) means no GPU; PYTHON=... names the interpreter to use. Exit code: 0 if every strategy trained or
+was skipped, 1 if one did not, 2 for a wrong option, 130 or 143 if interrupted.
+END
+}
+
+# ---- strategies -----------------------------------------------------------------------------------
+# To add one: its name here, in the order of the tables and charts, and its line in describe().
+
+STRATEGIES="ddp fsdp_no_shard fsdp_shard_grad_op fsdp_full_shard fsdp_hybrid_shard
+  zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_nvme"
+
+# What strategy $1 is: the script and its arguments, and what it needs here. Sets COMMAND and SHOWN, the
+# command as run and as written in the results; PROCESSES; and REASON, if it cannot run on this machine.
+describe() {
+  PROCESSES=$NPROC REASON=
+  case $1 in
+    ddp)                with_torchrun train_ddp.py ;;
+    fsdp_no_shard)      with_torchrun train_fsdp.py --sharding-strategy NO_SHARD ;;
+    fsdp_shard_grad_op) with_torchrun train_fsdp.py --sharding-strategy SHARD_GRAD_OP ;;
+    fsdp_full_shard)    with_torchrun train_fsdp.py --sharding-strategy FULL_SHARD ;;
+    fsdp_hybrid_shard)  needs_mesh && with_torchrun train_fsdp.py --sharding-strategy HYBRID_SHARD --shard-size 2 ;;
+    zero0)              needs_ops && with_deepspeed zero0.json ;;
+    zero1)              needs_ops && with_deepspeed zero1.json ;;
+    zero2)              needs_ops && with_deepspeed zero2.json ;;
+    zero3)              needs_ops && with_deepspeed zero3.json ;;
+    zero2_offload)      needs_ops CPUAdamBuilder && with_deepspeed zero2_offload.json ;;
+    zero3_offload)      needs_ops CPUAdamBuilder && with_deepspeed zero3_offload.json ;;
+    zero3_nvme)         needs_ops CPUAdamBuilder AsyncIOBuilder && needs_nvme && with_deepspeed zero3_nvme.json ;;
+    *) return 1 ;;
+  esac
+}
+
+with_torchrun() {
+  COMMAND=("$PYTHON" -m torch.distributed.run --standalone "--nproc_per_node=$PROCESSES" "$@")
+  show torchrun --standalone "--nproc_per_node=$PROCESSES" "$@"
+}
+
+with_deepspeed() { # --master_port: two sweeps at once must not meet on DeepSpeed's fixed port
+  local config=ds_configs/$1
+  # Its launcher does not share a GPU, and takes GPU 0, 1, ... whatever CUDA_VISIBLE_DEVICES says: torchrun, then.
+  if [ "$GPUS" -gt 0 ] && { [ "$PROCESSES" -gt "$GPUS" ] || [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; }; then
+    with_torchrun train_deepspeed.py --deepspeed_config "$config"
+  else
+    COMMAND=("$PYTHON" -m deepspeed.launcher.runner "--num_gpus=$PROCESSES" --master_port "$(free_port)"
+      train_deepspeed.py --deepspeed_config "$config")
+    show deepspeed "--num_gpus=$PROCESSES" train_deepspeed.py --deepspeed_config "$config"
+  fi
+  if [ "$config" = ds_configs/zero3_nvme.json ] && [ -n "$NVME" ]; then
+    COMMAND+=(--nvme-path "$NVME")
+    SHOWN="$SHOWN --nvme-path DIR"
+  fi
+}
+
+free_port() {
+  "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+}
+
+# HYBRID_SHARD shards in pairs and replicates between them: 4 processes at least. CPUs can be shared, GPUs not.
+needs_mesh() {
+  if [ "$GPUS" -eq 0 ]; then
+    PROCESSES=$((NPROC < 4 ? 4 : NPROC + NPROC % 2))
+  elif [ "$NPROC" -lt 4 ] || [ $((NPROC % 2)) -ne 0 ]; then
+    REASON="needs an even number of processes, at least 4 (2 groups of 2 that shard); there are $NPROC"
+  fi
+  if [ -z "$REASON" ] && [ $((BATCH % (MICRO * PROCESSES))) -ne 0 ]; then
+    REASON="needs $PROCESSES processes, and a batch of $BATCH does not divide into $PROCESSES micro-batches of $MICRO"
+  fi
+  [ -z "$REASON" ]
+}
+
+# DeepSpeed, and the C++ ops named; on a CPU its collectives are one, too. With PLANNING set it only notes the
+# ops, in OPS, so that all that the sweep needs are compiled in one step, before the first run with DeepSpeed:
+# that takes minutes on a machine's first use of them, which is no time of any strategy's.
+needs_ops() {
+  local op ops
+  [ "$DEVICE" != cpu ] || set -- ShareMemCommBuilder "$@"
+  if [ -n "$PLANNING" ]; then
+    OPS="$OPS $*"
+    return 1
+  fi
+  REASON=$NO_DEEPSPEED
+  if [ -z "$REASON" ] && [ ! -e "$TEMP/ops" ] && [ $# -gt 0 ]; then
+    ops=$(printf '%s\n' $OPS | sort -u)
+    echo "        DeepSpeed loads its C++ ops:" $ops
+    echo "        On their first use on a machine they are compiled: that takes minutes, once."
+    SECONDS=0
+    attended "$PYTHON" machine.py ops $ops > "$TEMP/ops" 2>&1
+    echo "        Ready after $SECONDS s."
+  fi
+  for op in "$@"; do
+    [ -n "$REASON" ] || REASON=$(sed -n "s/^$op //p" "$TEMP/ops" | tail -1)
+    [ -n "$REASON" ] || REASON="$op was not compiled: $(tail -1 "$TEMP/ops")"
+    [ "$REASON" != ok ] || REASON=
+  done
+  [ -z "$REASON" ]
+}
+
+# A folder of this sweep's own for the swap files, so that none is left behind.
+needs_nvme() {
+  [ -n "$NVME_PATH" ] || return 0
+  NVME=$(mktemp -d "$NVME_PATH/gptlite-swap-XXXXXX" 2> /dev/null) || REASON="cannot write to --nvme-path $(basename "$NVME_PATH")"
+  [ -z "$REASON" ]
+}
+
+# ---- options --------------------------------------------------------------------------------------
+
+fail() {
+  echo "run.sh: error: $*" >&2
+  exit 2
+}
+
+whole_number() { # flag, value
+  case $2 in
+    '' | *[!0-9]* | 0*) fail "$1 takes a whole number of at least 1, not '$2'" ;;
+  esac
+}
+
+absolute() { # the path $1, also after the cd below
+  case $1 in
+    /*) echo "$1" ;;
+    *) echo "$PWD/$1" ;;
+  esac
+}
+
+# SHOWN: the words of a command, without the paths of this machine, as a shell would take them.
+show() {
+  local word
+  SHOWN=
+  for word in "$@"; do
+    case $word in
+      /*) word=$(basename "$word") ;;
+      -*=/*) word=${word%%=*}=$(basename "$word") ;;
+    esac
+    case $word in
+      *[!A-Za-z0-9_./=:,+@%-]* | '') word=$(printf %q "$word") ;;
+    esac
+    SHOWN="$SHOWN${SHOWN:+ }$word"
+  done
+}
+
+NPROC= STEPS= MODEL= BATCH= MICRO= DATA= NVME_PATH= TIMEOUT= OUT= NAMES= NVME=
+EXTRA=()
+show ./run.sh "$@"
+INVOCATION=$SHOWN
+while [ $# -gt 0 ]; do
+  case $1 in
+    --*=*) # --flag=value is --flag value
+      flag=${1%%=*} value=${1#*=}
+      shift
+      set -- "$flag" "$value" "$@"
+      ;;
+  esac
+  case $1 in
+    --nproc | --steps | --model | --batch-size | --micro-batch-size | --data | --nvme-path | --timeout | --out)
+      [ $# -ge 2 ] || fail "$1 needs a value (see --help)"
+      case $1 in
+        --nproc) whole_number "$1" "$2" && NPROC=$2 ;;
+        --steps) whole_number "$1" "$2" && STEPS=$2 ;;
+        --model) MODEL=$2 ;;
+        --batch-size) whole_number "$1" "$2" && BATCH=$2 ;;
+        --micro-batch-size) whole_number "$1" "$2" && MICRO=$2 ;;
+        --data) [ -r "$2" ] && [ -f "$2" ] || fail "cannot read the text $2" && DATA=$(absolute "$2") ;;
+        --nvme-path) NVME_PATH=$(absolute "$2") ;;
+        --timeout) whole_number "$1" "$2" && TIMEOUT=$2 ;;
+        --out) OUT=$(absolute "$2") ;;
+      esac
+      shift 2
+      ;;
+    --list) printf '%s\n' $STRATEGIES && exit ;;
+    --help | -h) usage && exit ;;
+    --) shift && EXTRA=("$@") && break ;;
+    -*) fail "there is no option $1 (see --help)" ;;
+    *)
+      case " $(echo $STRATEGIES) " in
+        *" $1 "*) NAMES="$NAMES $1" && shift ;;
+        *) fail "there is no strategy $1: there are $(echo $STRATEGIES)" ;;
+      esac
+      ;;
+  esac
+done
+
+# ---- the machine ----------------------------------------------------------------------------------
+
+cd "$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)" || exit 1
+. ./setup.sh
+
+TEMP=$(mktemp -d "${TMPDIR:-/tmp}/gptlite-sweep-XXXXXX") || exit 1
+clean() {
+  rm -rf "$TEMP" ${PART:+"$PART"} ${NVME:+"$NVME"}
+}
+trap clean EXIT
+
+FACTS=(facts --text "$TEMP/machine.txt" --note "$INVOCATION")
+[ -z "$NPROC" ] || FACTS+=(--nproc "$NPROC")
+[ -z "$MODEL" ] || FACTS+=(--model "$MODEL")
+attended "$PYTHON" machine.py "${FACTS[@]}" > "$TEMP/facts" || exit $?
+. "$TEMP/facts" # DEVICE GPUS CORES MODEL NPROC MACHINE NO_DEEPSPEED
+if [ "$DEVICE" = cpu ]; then
+  export DS_ACCELERATOR=cpu
+  # Launchers tell their workers to use GPU 0, 1, ...: without this they would find the hidden ones.
+  [ -z "${CUDA_VISIBLE_DEVICES-unset}" ] && EXTRA=(--device cpu "${EXTRA[@]}")
+elif [ "$NPROC" -gt "$GPUS" ]; then
+  case " ${EXTRA[*]} " in
+    *" --share-gpu "*) ;;
+    *) fail "$NPROC processes on $GPUS GPU(s): give --nproc $GPUS, or share them (right memory, meaningless speed): -- --share-gpu" ;;
+  esac
+fi
+
+case $DEVICE-$MODEL in
+  cpu-nano | cpu-baby) most=16 micro=4 steps=60 limit=900 WINDOWS=192 ;;
+  cpu-*) most=4 micro=1 steps=5 limit=900 WINDOWS=4 ;;
+  *) most=256 micro=1 steps=100 limit=3600 WINDOWS= ;;
+esac
+MICRO=${MICRO:-$micro} STEPS=${STEPS:-$steps} TIMEOUT=${TIMEOUT:-$limit}
+if [ -z "$BATCH" ]; then # the largest up to `most` that the processes can share
+  BATCH=$((most / (MICRO * NPROC) * MICRO * NPROC))
+  [ "$BATCH" -gt 0 ] || BATCH=$((MICRO * NPROC))
+elif [ $((BATCH % (MICRO * NPROC))) -ne 0 ]; then
+  fail "--batch-size $BATCH does not divide into micro-batches of $MICRO on $NPROC processes: give a multiple of $((MICRO * NPROC))"
+fi
+
+# The flags that all scripts get. No dropout, so that the losses can be compared; about 20 lines of log; without a
+# GPU an evaluation on WINDOWS windows of the validation set in place of all.
+flags() {
+  FLAGS=(--model "$MODEL" --steps "$STEPS" --batch-size "$BATCH" --micro-batch-size "$MICRO" --dropout 0
+    --log-every "$((STEPS < 20 ? 1 : STEPS / 20))")
+  [ -z "$WINDOWS" ] || FLAGS+=(--eval-steps "$(((WINDOWS + MICRO * PROCESSES - 1) / (MICRO * PROCESSES)))")
+  [ -z "$DATA" ] || FLAGS+=(--data "$DATA")
+  FLAGS+=("${EXTRA[@]}")
+}
+
+OUT=${OUT:-$PWD/results/$MACHINE}
+mkdir -p "$OUT/log" 2> /dev/null || fail "cannot write to $OUT"
+cp "$TEMP/machine.txt" "$OUT/machine.txt" || fail "cannot write to $OUT"
+NAMES=${NAMES:-$STRATEGIES}
+OPS= PLANNING=1
+for STRATEGY in $NAMES; do describe "$STRATEGY"; done
+PLANNING=
+
+# ---- the sweep ------------------------------------------------------------------------------------
+
+set -- $NAMES
+TOTAL=$# COUNT=0 FAILED=0
+echo "GPTlite $MODEL on $(sed -n 's/^machine: //p' "$TEMP/machine.txt"): $NPROC processes, batch $BATCH, micro-batch $MICRO, $STEPS steps"
+for STRATEGY in "$@"; do
+  COUNT=$((COUNT + 1))
+  LABEL=$(printf '[%2d/%d] %-19s ' $COUNT $TOTAL "$STRATEGY")
+  describe "$STRATEGY"
+  LOG=$OUT/log/$STRATEGY.log PART=$OUT/log/.$STRATEGY.$$ # it takes the old one's place when it is complete
+  {
+    echo "sweep: model=$MODEL, processes=$PROCESSES, device=$DEVICE, batch=$BATCH, micro_batch=$MICRO, steps=$STEPS"
+    [ -n "$REASON" ] || {
+      flags
+      COMMAND+=("${FLAGS[@]}")
+      shown=$SHOWN
+      show "${FLAGS[@]}"
+      echo "command: $shown $SHOWN"
+    }
+    echo "date: $(date '+%Y-%m-%d %H:%M')"
+  } > "$PART"
+  if [ -n "$REASON" ]; then
+    echo "status: status=skipped, seconds=0, reason=$REASON" >> "$PART"
+    echo "${LABEL}skipped       $REASON"
+  else
+    # Two processes with a thread per core each would fight for the cores.
+    threads=$((CORES / PROCESSES > 0 ? CORES / PROCESSES : 1))
+    OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads} attended "$PYTHON" supervise.py --log "$PART" \
+      --name "$LOG" --timeout "$TIMEOUT" --label "$LABEL" -- "${COMMAND[@]}"
+    code=$?
+    [ $code -lt 128 ] || exit $code # interrupted by a signal of its own
+    [ $code -eq 0 ] || FAILED=1
+    [ -z "$NVME" ] || rm -rf "$NVME"
+    NVME=
+  fi
+  mv "$PART" "$LOG"
+  PART=
+  "$PYTHON" collect.py --quiet "$OUT" || FAILED=1 # after each, so that the tables are there if it is interrupted
+done
+
+echo
+"$PYTHON" collect.py "$OUT" || FAILED=1
+echo
+attended "$PYTHON" plot.py "$OUT" || FAILED=1
+exit $FAILED
