@@ -1,13 +1,64 @@
-"""The model states that a DeepSpeed process holds, in bytes, counted from DeepSpeed's own tensors and partitions.
+"""What a process holds: its memory, and the model states in it, counted in bytes from the tensors themselves.
 
-DDP and FSDP keep their states in the parameters and the optimizer: harness.model_states counts those.
-DeepSpeed's optimizers keep flat partitions of their own, which differ by stage. Each storage is
-counted once, however many tensors look into it.
+DDP and FSDP keep the states in the parameters and the optimizer: model_states() counts those.
+DeepSpeed's optimizers keep flat partitions of their own, which differ by stage: DeepSpeedStates
+counts each storage once, however many tensors look into it. GB = 2**30 bytes.
 """
 
 import os
 
+import psutil
 import torch
+
+GB = 2**30
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        return
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # Linux: the peak of the resident set starts anew
+    except OSError:
+        pass  # the peak then counts from the start of the process
+
+
+def memory(device: torch.device) -> tuple[int, int]:
+    """Bytes allocated now, and at the peak since training began; on a CPU, of the resident set (RSS)."""
+    if device.type != "cpu":
+        return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+    rss = psutil.Process().memory_info().rss
+    try:
+        with open("/proc/self/status") as file:
+            peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        import resource  # macOS: bytes, since the start of the process
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return rss, max(rss, peak)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: the shard of a DTensor, all of any other."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def model_states(model, optimizer) -> dict[str, int]:
+    """Bytes of the model states that this process holds, from the tensors themselves.
+
+    Call after the first optimizer.step() and before zero_grad(), when all of them exist.
+    """
+
+    def total(tensors):
+        return sum(local(t).numel() * t.element_size() for t in tensors)
+
+    state = [v for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v) and v.dim() > 0]
+    return {
+        "Parameters": total(model.parameters()),
+        "Gradients": total(p.grad for p in model.parameters() if p.grad is not None),
+        "OptimizerState": total(state),
+    }
 
 
 def flat(nested):

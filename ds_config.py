@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+import warnings
 
 import torch.utils.cpp_extension
 
@@ -308,6 +309,8 @@ def switch_off_pinning(config: dict) -> list[str]:
 def prepare(config: dict, args, device: torch.device) -> int:
     """Check what only DeepSpeed can check, make swap folder and C++ code ready; returns the ZeRO stage."""
     path = args.deepspeed_config
+    # DeepSpeed 0.19.8 calls collectives by names that newer PyTorch renames, with a warning for each call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     stage = zero_stage(config, path)
     use_swap_folder(config, path, args.nvme_path)
     load_ops(config, path)

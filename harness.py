@@ -6,18 +6,17 @@ Units: GB = 2**30 bytes; throughput is samples of the global batch per second of
 import argparse
 import os
 import sys
-import threading
 import time
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import accounting
 import gptlite
+import launcher
 
 WARMUP_STEPS = 2  # left out of the throughput: allocation, compilation, the first touch of the data
-GB = 2**30
 
 
 # ---- flags --------------------------------------------------------------------------------------
@@ -106,7 +105,7 @@ def pick_device(args, local_rank: int) -> tuple[torch.device, str]:
 
     Fills in what depends on the device (--model), and makes this process end with its launcher.
     """
-    end_with_launcher()
+    launcher.end_with_launcher()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if args.device == "cpu" or accelerator is None or accelerator.type == "mps":  # MPS has no collectives
         device, backend = torch.device("cpu"), "gloo"
@@ -129,35 +128,6 @@ def pick_device(args, local_rank: int) -> tuple[torch.device, str]:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
     return device, backend
-
-
-def end_with_launcher() -> None:
-    """End this process when its launcher is gone, so that a killed launcher leaves no worker behind.
-
-    Both launchers pass SIGTERM on to their workers, but SIGKILL reaches nobody, and the first of
-    `deepspeed`'s two processes passes nothing on.
-    """
-    if "MASTER_ADDR" not in os.environ:
-        return  # started by hand: there is no launcher
-    parent = psutil.Process().parent()
-    watched = [parent] if parent else []
-    if parent and "deepspeed.launcher.launch" in " ".join(parent.cmdline()):
-        runner = parent.parent()
-        if runner and "deepspeed" in " ".join(runner.cmdline()):
-            watched.append(runner)
-
-    def watch():
-        while all(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in watched):
-            time.sleep(1)
-        os._exit(143)
-
-    def guarded():
-        try:
-            watch()
-        except psutil.NoSuchProcess:
-            os._exit(143)
-
-    threading.Thread(target=guarded, daemon=True).start()
 
 
 # ---- data and model -----------------------------------------------------------------------------
@@ -236,28 +206,6 @@ def get_scheduler(args, optimizer) -> torch.optim.lr_scheduler.LRScheduler:
 # ---- meter --------------------------------------------------------------------------------------
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor: the shard of a DTensor, all of any other."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def model_states(model, optimizer) -> dict[str, int]:
-    """Bytes of the model states that this process holds, from the tensors themselves.
-
-    Call after the first optimizer.step() and before zero_grad(), when all of them exist.
-    """
-
-    def total(tensors):
-        return sum(local(t).numel() * t.element_size() for t in tensors)
-
-    state = [v for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v) and v.dim() > 0]
-    return {
-        "Parameters": total(model.parameters()),
-        "Gradients": total(p.grad for p in model.parameters() if p.grad is not None),
-        "OptimizerState": total(state),
-    }
-
-
 class Meter:
     """Measures a run and prints it: the run's own line first, then a line every `log_every` steps.
 
@@ -284,7 +232,7 @@ class Meter:
             from tqdm import tqdm
 
             self.bar = tqdm(total=args.steps, unit="step")
-        reset_peak_memory(device)
+        accounting.reset_peak_memory(device)
         self.start_step, self.start_time = 0, time.perf_counter()
         self.last_step, self.last_time = 0, self.start_time
 
@@ -292,13 +240,13 @@ class Meter:
         """Call at the end of each optimizer step (from 1) with this process's mean loss over its micro-batches."""
         if self.bar:
             self.bar.update()
-        if step == min(WARMUP_STEPS, self.args.steps - 1):
+        if step % self.args.log_every == 0 or step == self.args.steps:
+            self.log(step, loss)
+        if step == min(WARMUP_STEPS, self.args.steps - 1):  # the clock of the averages starts here
             synchronize(self.device)
             dist.barrier()
             self.start_step, self.start_time = step, time.perf_counter()
             self.last_step, self.last_time = self.start_step, self.start_time
-        if step % self.args.log_every == 0 or step == self.args.steps:
-            self.log(step, loss)
 
     def log(self, step: int, loss: torch.Tensor) -> None:
         synchronize(self.device)
@@ -306,14 +254,16 @@ class Meter:
         dist.all_reduce(loss)  # also waits for the slowest process, so the clock below is everyone's
         loss = loss.item()
         now = time.perf_counter()
-        allocated, peak = memory(self.device)
-        largest = torch.tensor([allocated, peak, *self.states.values()], dtype=torch.float32, device=self.device) / GB
+        allocated, peak = accounting.memory(self.device)
+        largest = (
+            torch.tensor([allocated, peak, *self.states.values()], dtype=torch.float32, device=self.device)
+            / accounting.GB
+        )
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         allocated, peak, *states = largest.tolist()
         batch = self.args.batch_size
-        # The first line may fall into the warm-up: then it tells the time since the start.
-        average = batch * (step - self.start_step) / (now - self.start_time) if step > self.start_step else 0.0
-        current = batch * (step - self.last_step) / (now - self.last_time) if step > self.last_step else average
+        average = batch * (step - self.start_step) / (now - self.start_time)
+        current = batch * (step - self.last_step) / (now - self.last_time)
         self.last_step, self.last_time = step, now
         if self.rank == 0:
             named = ", ".join(f"{name}={value:.6f}GB" for name, value in zip(self.states, states, strict=True))
@@ -342,32 +292,6 @@ def synchronize(device: torch.device) -> None:
 
 def device_name(device: torch.device) -> str:
     return device.type if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)
-        return
-    try:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # Linux: the peak of the resident set starts anew
-    except OSError:
-        pass  # the peak then counts from the start of the process
-
-
-def memory(device: torch.device) -> tuple[int, int]:
-    """Bytes allocated now, and at the peak since training began; on a CPU, of the resident set (RSS)."""
-    if device.type != "cpu":
-        return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
-    rss = psutil.Process().memory_info().rss
-    try:
-        with open("/proc/self/status") as file:
-            peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        import resource  # macOS: bytes, since the start of the process
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return rss, max(rss, peak)
 
 
 # ---- evaluation ---------------------------------------------------------------------------------
@@ -405,3 +329,9 @@ def evaluate(args, model, valid_set, device, rank: int, world_size: int, autocas
             print(f"result: validation_loss={loss:.6f}, validation_tokens={tokens}", flush=True)
         else:
             print("result: validation_loss=none, validation_tokens=0", flush=True)
+    if args.sample:  # on every process alike: sharded models communicate in each forward
+        generator = torch.Generator().manual_seed(args.seed)
+        start = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        tokens = getattr(model, "module", model).generate(start, args.sample, generator=generator)
+        if rank == 0:
+            print(f"sample:\n{valid_set.text.decode(tokens[0, 1:])}", flush=True)

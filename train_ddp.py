@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+import accounting
 import harness
 
 
@@ -74,7 +75,7 @@ def main():
         optimizer.step()
         scheduler.step()
         if step == 1:
-            meter.states = harness.model_states(model, optimizer)  # now all of them exist
+            meter.states = accounting.model_states(model, optimizer)  # now all of them exist
         optimizer.zero_grad(set_to_none=True)
         meter.step(step, step_loss)
 

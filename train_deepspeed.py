@@ -110,7 +110,7 @@ def estimate_memory(args, rank: int) -> None:
     model = harness.get_model(args, vocab_size=65)  # Tiny Shakespeare's
     if rank == 0:
         size = sum(p.numel() * p.element_size() for p in model.parameters())
-        print(f"{args.model}: {size / harness.GB:.3f}GB of fp32 parameters")
+        print(f"{args.model}: {size / accounting.GB:.3f}GB of fp32 parameters")
         estimate_zero2_model_states_mem_needs_all_live(model, num_gpus_per_node=args.estimate_memory, num_nodes=1)
         estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=args.estimate_memory, num_nodes=1)
 
