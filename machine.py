@@ -8,7 +8,6 @@
 
 import argparse
 import contextlib
-import glob
 import importlib.util
 import os
 import platform
@@ -131,8 +130,6 @@ def fail(message: str):
 
 def compile_ops(builders: list[str]) -> None:
     """Load each op, which compiles it on this machine's first use of it; print what is in the way of one."""
-    # PyTorch guards a build by a lock file, and waits for ever on one that was left behind. An
-    # exception, unlike a signal, lets it tidy up.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
     compiler = os.environ.get("CXX", "c++")
@@ -150,7 +147,6 @@ def compile_ops(builders: list[str]) -> None:
             elif name == "AsyncIOBuilder" and not builder.is_compatible(verbose=False):
                 reason = "NVMe offload needs the libaio headers: on Debian, apt-get install libaio-dev"
             else:
-                free_lock(builder.name)
                 builder.load()
                 reason = "ok"
         except Exception as error:
@@ -160,37 +156,13 @@ def compile_ops(builders: list[str]) -> None:
 
 
 def stop(number: int, frame) -> None:
+    """End ninja and its compilers, then this program."""
     import psutil
 
-    for process in psutil.Process().children(recursive=True):  # ninja and its compilers
+    for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             process.terminate()
     sys.exit(128 + number)
-
-
-def free_lock(op: str, patience: float = 15) -> None:
-    """Wait for another process that builds `op`; remove the lock file of one that was killed meanwhile.
-
-    ninja runs in the op's build folder: where none has for `patience` seconds, nobody builds.
-    """
-    import psutil
-
-    cache = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
-    for lock in [*glob.glob(f"{cache}/*/{op}/lock"), *glob.glob(f"{cache}/{op}/lock")]:
-        last_seen = time.monotonic()
-        while os.path.exists(lock) and time.monotonic() - last_seen < patience:
-            if any(folder(process) == os.path.dirname(lock) for process in psutil.process_iter()):
-                last_seen = time.monotonic()
-            time.sleep(0.5)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(lock)
-
-
-def folder(process) -> str:
-    try:
-        return process.cwd()
-    except Exception:  # gone, or another user's
-        return ""
 
 
 if __name__ == "__main__":
