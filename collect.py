@@ -176,6 +176,13 @@ KILLED = re.compile(r"exit ?code\s*:?\s*-9\b|Signal 9 \(SIGKILL\)|return code = 
 ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:[\w.]*(?:Error|Exception|Interrupt)\b|[\w.]+\.py: error): .*)")
 
 
+# What the other processes say when one has failed.
+FOLLOWS = re.compile(
+    r"ChildFailedError|Connection (closed|reset)|Broken pipe|DistBackendError|DistNetworkError|"
+    r"SignalException|CalledProcessError"
+)
+
+
 def judge(log: Log, text: str, exit_code: int) -> tuple[str, str]:
     """Status and reason of a run that ended by itself with `exit_code` (-9: killed by signal 9)."""
     lines = [line for line in text.splitlines() if not line.startswith(("sweep:", "command:"))]
@@ -193,8 +200,8 @@ def judge(log: Log, text: str, exit_code: int) -> tuple[str, str]:
         return "oom", shorten(memory[-1])
     if exit_code in (-9, 137) or any(KILLED.search(line) for line in lines):
         return "oom", "a process was killed (SIGKILL): most likely the machine ran out of memory"
-    # torchrun's own error only repeats that a worker failed.
-    errors = [found[1] for line in lines if (found := ERROR.match(line.strip())) and "ChildFailedError" not in line]
+    errors = [found[1] for line in lines if (found := ERROR.match(line.strip()))]
+    errors = [error for error in errors if not FOLLOWS.search(error)] or errors
     if errors:
         return "failed", shorten(errors[-1] if exit_code else f"{failure}: {errors[-1]}")
     return "failed", shorten(failure)

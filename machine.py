@@ -16,6 +16,7 @@ import shlex
 import shutil
 import signal
 import sys
+import sysconfig
 import time
 from importlib.metadata import PackageNotFoundError, version
 
@@ -132,10 +133,14 @@ def compile_ops(builders: list[str]) -> None:
     """Load each op, which compiles it on this machine's first use of it; print what is in the way of one."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    compiler = os.environ.get("CXX", "c++")
+    compiler, missing = os.environ.get("CXX", "c++"), ""
     if shutil.which(compiler) is None:
+        missing = f"DeepSpeed's C++ ops need a compiler ({compiler} is not there): on Debian, apt-get install g++"
+    elif not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+        missing = "DeepSpeed's C++ ops need the headers of Python: on Debian, apt-get install python3-dev"
+    if missing:
         for name in builders:
-            print(f"{name} its C++ ops need a compiler ({compiler} is not there): on Debian, apt-get install g++")
+            print(f"{name} {missing}")
         return
     from deepspeed.accelerator import get_accelerator
 

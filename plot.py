@@ -60,7 +60,7 @@ def subtitle(folder: Path, rows: list[dict]) -> str:
     processes = several(rows, "processes").split(" or ")[0]  # names() tells where it is another number
     line = f"GPTlite {several(rows, 'model')} on {machine}, {processes} process{'es' if processes != '1' else ''}, "
     line += f"{several(rows, 'precision')}, batch {several(rows, 'batch')}, micro-batch {several(rows, 'micro_batch')}"
-    return line + ("; processes share a GPU" if "(shared)" in machine + several(rows, "device") else "")
+    return line
 
 
 def unit(gigabytes: list[float]) -> tuple[str, float]:
@@ -106,7 +106,7 @@ def bars(path: Path, rows: list[dict], title: str, below: str, label: str, parts
         text = note(row) if ok else textwrap.shorten(f"{row['status']}: {row['reason']}", 100, placeholder=" ...")
         style = {} if ok else {"color": GREY, "style": "italic"}
         axes.text(end + 0.01 * longest, place, text, va="center", fontsize=8.5, **style)
-    axes.set_xlim(0, longest * (1.32 if len(parts) > 1 else 1.12))
+    axes.set_xlim(0, longest * (1.34 if len(parts) > 1 else 1.13))
     axes.set_ylim(len(rows) - 0.4, -0.6)  # the first row on top
     axes.set_yticks(places, names(rows), fontsize=9)
     axes.tick_params(axis="y", length=0)
@@ -194,8 +194,10 @@ def main():
 
         path = args.folder / f"{column.removesuffix('_gb')}.png"
         bars(path, rows, title, below, f"{name} per process", [(column, None, None)], factor, note)
+    shared = any("(shared)" in row["device"] for row in rows)
+    title = "Throughput, which means nothing here: the processes share a GPU" if shared else "Throughput"
     bars(
-        args.folder / "throughput.png", rows, "Throughput", below, "samples per second, all processes together",
+        args.folder / "throughput.png", rows, title, below, "samples per second, all processes together",
         [("samples_per_second", None, None)], 1.0, lambda row: f"{float(row['samples_per_second']):.4g}",
     )  # fmt: skip
     losses(args.folder / "loss.png", rows, samples, "Training loss over steps",

@@ -10,13 +10,13 @@ Trains GPTlite with every strategy that this machine can run, or with those name
 results/MACHINE/: a log per strategy, samples.csv, summary.csv, charts, machine.txt.
 
   --nproc N               processes (default: one per GPU; 2 without a GPU)
-  --steps N               optimizer steps (default: 100; without a GPU 60, or 5 for models above baby)
+  --steps N               optimizer steps (default: 100; without a GPU 60, or 3 for models above baby)
   --model NAME            shape of GPTlite (default: gpt3-small; nano without a GPU)
   --batch-size N          samples per step, of all processes together (default: 256; without a GPU 16 or 4)
   --micro-batch-size N    samples per process and forward (default: 1; 4 for nano and baby without a GPU)
   --data FILE             the text to learn (default: Tiny Shakespeare)
   --nvme-path DIR         where zero3_nvme swaps to (default: the folder for temporary files)
-  --timeout SECONDS       limit for one strategy (default: 3600; 900 without a GPU)
+  --timeout SECONDS       limit for one strategy (default: 3600; 900 for nano and baby without a GPU)
   --out DIR               folder of the results (default: results/MACHINE)
   --list                  print the names of the strategies
   --help                  print this
@@ -234,7 +234,7 @@ fi
 
 case $DEVICE-$MODEL in
   cpu-nano | cpu-baby) most=16 micro=4 steps=60 limit=900 WINDOWS=192 ;;
-  cpu-*) most=4 micro=1 steps=5 limit=900 WINDOWS=4 ;;
+  cpu-*) most=4 micro=1 steps=3 limit=3600 WINDOWS=4 ;;
   *) most=256 micro=1 steps=100 limit=3600 WINDOWS= ;;
 esac
 MICRO=${MICRO:-$micro} STEPS=${STEPS:-$steps} TIMEOUT=${TIMEOUT:-$limit}

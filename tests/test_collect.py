@@ -168,6 +168,7 @@ def test_how_a_run_ended(tmp_path):
         "Traceback (most recent call last):",
         "[rank1]: ValueError: heads do not divide",
         "ChildFailedError: x",
+        "[rank0]: RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:36551",
     ]
     assert judged(tmp_path, head + traceback, 1) == ("failed", "ValueError: heads do not divide")
     assert judged(tmp_path, [*head, "train_ddp.py: error: no such text"], 2)[1] == "train_ddp.py: error: no such text"
