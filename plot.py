@@ -49,7 +49,7 @@ def read(path: Path) -> list[dict[str, str]]:
 def several(rows: list[dict], key: str) -> str:
     """The values of a column, most frequent first: `2`, or `2 or 4`."""
     values = [row[key] for row in rows if row[key] != "-"]
-    return " or ".join(sorted(set(values), key=lambda value: -values.count(value))) or "?"
+    return " or ".join(sorted(dict.fromkeys(values), key=lambda value: -values.count(value))) or "?"
 
 
 def subtitle(folder: Path, rows: list[dict]) -> str:
@@ -58,9 +58,11 @@ def subtitle(folder: Path, rows: list[dict]) -> str:
         facts = dict(line.split(": ", 1) for line in (folder / "machine.txt").read_text().splitlines() if ": " in line)
         machine = facts.get("machine", machine)
     processes = several(rows, "processes").split(" or ")[0]  # names() tells where it is another number
-    line = f"GPTlite {several(rows, 'model')} on {machine}, {processes} process{'es' if processes != '1' else ''}, "
-    line += f"{several(rows, 'precision')}, batch {several(rows, 'batch')}, micro-batch {several(rows, 'micro_batch')}"
-    return line
+    return (
+        f"GPTlite {several(rows, 'model')} with block {several(rows, 'block_size')} on {machine}, "
+        f"{processes} process{'es' if processes != '1' else ''}, {several(rows, 'precision')}, "
+        f"batch {several(rows, 'batch')}, micro-batch {several(rows, 'micro_batch')}"
+    )
 
 
 def unit(gigabytes: list[float]) -> tuple[str, float]:
