@@ -16,7 +16,7 @@ import tempfile
 import threading
 import warnings
 
-import torch.utils.cpp_extension
+import torch
 
 from harness import fail
 
@@ -311,10 +311,21 @@ def prepare(config: dict, args, device: torch.device) -> int:
     path = args.deepspeed_config
     # DeepSpeed 0.19.8 calls collectives by names that newer PyTorch renames, with a warning for each call.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
+    allow_no_compiler(device)
     stage = zero_stage(config, path)
     use_swap_folder(config, path, args.nvme_path)
     load_ops(config, path)
     return stage
+
+
+def allow_no_compiler(device: torch.device) -> None:
+    """On a CPU DeepSpeed compiles collectives through shared memory; without a compiler gloo does without them."""
+    if shutil.which("ninja") is None:  # pip's ninja lies beside Python, which may have been called by its path
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(sys.executable)])
+    if device.type == "cpu" and not (shutil.which("ninja") and shutil.which(os.environ.get("CXX", "c++"))):
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def load_ops(config: dict, path: str) -> None:
@@ -334,13 +345,15 @@ def load_ops(config: dict, path: str) -> None:
             with patience("async_io"):
                 AsyncIOBuilder().load(verbose=False)
     except (RuntimeError, ImportError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = str(error).strip().splitlines()[0][:100]
         fail(f"{path} offloads, which needs a C++ compiler for DeepSpeed's operators (apt install g++): {reason}")
 
 
 @contextlib.contextmanager
 def patience(what: str):
     """Say what takes so long when DeepSpeed compiles at first use (minutes) or waits for another process to."""
+    import torch.utils.cpp_extension  # only now: where there is no GPU it warns of that
+
     locks = os.path.join(torch.utils.cpp_extension.get_default_build_root(), "*", "*", "lock")
     timer = threading.Timer(
         5,

@@ -288,14 +288,15 @@ class ValidSet(Dataset):
         return F.pad(window[:-1], (0, missing)), F.pad(window[1:], (0, missing), value=IGNORE)
 
 
-def get_dataset(block_size: int = 2048, path: str | None = None) -> tuple[TrainSet, ValidSet, int]:
+def get_dataset(block_size: int = 2048, path: str | None = None, fetch: bool = True) -> tuple[TrainSet, ValidSet, int]:
     """Train set (the first 90 % of the text), validation set (the rest) and vocabulary size.
 
     The text is `path`; else data/tinyshakespeare.txt; else that file, downloaded; else, offline,
-    the English text that every Python ships. Raises DataError if `path` cannot be read or the
+    the English text that every Python ships. fetch=False is for a process beside one that has
+    already tried the download: it neither tries nor tells again. Raises DataError if `path` cannot be read or the
     text is shorter than one window (block_size + 1 characters).
     """
-    text = read_text(path) if path else find_tiny_shakespeare()
+    text = read_text(path) if path else find_tiny_shakespeare(fetch)
     if len(text.tokens) < block_size + 1:
         raise DataError(
             f"{text.name} has {len(text.tokens)} characters; a block of {block_size} needs at least {block_size + 1}: "
@@ -317,14 +318,16 @@ def read_text(path: str) -> Text:
         raise DataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
-def find_tiny_shakespeare() -> Text:
+def find_tiny_shakespeare(fetch: bool) -> Text:
     if os.path.exists(FILE):
         return read_text(FILE)
-    try:
-        download(os.environ.get("TINYSHAKESPEARE_URL", URL), SHA256, FILE)
-        return read_text(FILE)
-    except (OSError, DataError) as error:
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+    reason = "no network"
+    if fetch:
+        try:
+            download(os.environ.get("TINYSHAKESPEARE_URL", URL), SHA256, FILE)
+            return read_text(FILE)
+        except (OSError, DataError) as error:
+            reason = getattr(error, "reason", None) or error
     try:
         from pydoc_data.topics import topics  # the text of Python's help()
     except ImportError:
@@ -332,12 +335,13 @@ def find_tiny_shakespeare() -> Text:
             f"no Tiny Shakespeare ({reason}); give a text with --data FILE, or copy one to {FILE}"
         ) from None
     text = "".join(c for c in "\n\n".join(topics.values()) if c in CHARACTERS)
-    print(
-        f"NOT TINY SHAKESPEARE: it could not be fetched ({reason}). Training on Python's help text instead; "
-        f"for the real one give --data FILE or copy it to {FILE}",
-        file=sys.stderr,
-        flush=True,
-    )
+    if fetch:
+        print(
+            f"NOT TINY SHAKESPEARE: it could not be fetched ({reason}). Training on Python's help text instead; "
+            f"for the real one give --data FILE or copy it to {FILE}",
+            file=sys.stderr,
+            flush=True,
+        )
     return Text("python-help", text, CHARACTERS)
 
 

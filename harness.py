@@ -36,13 +36,14 @@ def fail(message: str):
     sys.exit(2)
 
 
-def number(kind, least, exclusive=False):
-    """The type of a flag: an int or float of at least (or, exclusive, above) `least`."""
+def number(kind, least, below=float("inf")):
+    """The type of a flag: an int or float of at least `least` and less than `below`."""
 
     def parse(string):
         value = kind(string)
-        if not (value > least if exclusive else value >= least):
-            raise argparse.ArgumentTypeError(f"{string} is not {'above' if exclusive else 'at least'} {least}")
+        if not least <= value < below:
+            limit = f" and below {below}" if below < float("inf") else ""
+            raise argparse.ArgumentTypeError(f"{string} is not at least {least}{limit}")
         return value
 
     parse.__name__ = "whole number" if kind is int else "number"
@@ -56,7 +57,7 @@ def build_parser(description: str) -> Parser:
     add("--model", choices=gptlite.PRESETS, help="shape of GPTlite (default: gpt3-small on a GPU, nano on a CPU)")
     add("--n-layer", type=number(int, 1), help="number of decoder blocks, in place of the model's own")
     add("--block-size", type=number(int, 1), help="tokens per sample, in place of the model's own")
-    add("--dropout", type=number(float, 0), help="dropout rate, in place of the model's own")
+    add("--dropout", type=number(float, 0, below=1), help="dropout rate, in place of the model's own")
     add("--data", metavar="FILE", help="a UTF-8 text to learn (default: Tiny Shakespeare, from data/ or downloaded)")
     add("--steps", type=number(int, 1), default=100, help="optimizer steps (default: %(default)s)")
     add("--batch-size", type=number(int, 1), default=256, help="global batch: samples per step (default: %(default)s)")
@@ -139,12 +140,11 @@ def get_dataset(args, local_rank: int):
     An error on one process ends all of them alike, and so do nodes that found different texts.
     """
     result, error = None, None
-    for turn in (local_rank == 0, local_rank != 0):
-        if turn:
+    block_size = gptlite.get_config(args.model, block_size=args.block_size).block_size
+    for my_turn in (local_rank == 0, local_rank != 0):
+        if my_turn:
             try:
-                result = gptlite.get_dataset(
-                    gptlite.get_config(args.model, block_size=args.block_size).block_size, args.data
-                )
+                result = gptlite.get_dataset(block_size, args.data, fetch=local_rank == 0)
                 if len(result[0]) < args.batch_size:
                     error = (
                         f"{result[0].text.name} has {len(result[0])} training samples, fewer than one global batch of "
