@@ -306,26 +306,29 @@ def switch_off_pinning(config: dict) -> list[str]:
     return ["config: pin_memory is switched off: this machine has no GPU to copy to"] if pinned else []
 
 
-def prepare(config: dict, args, device: torch.device) -> int:
+def prepare(config: dict, args) -> int:
     """Check what only DeepSpeed can check, make swap folder and C++ code ready; returns the ZeRO stage."""
     path = args.deepspeed_config
     # DeepSpeed 0.19.8 calls collectives by names that newer PyTorch renames, with a warning for each call.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
-    allow_no_compiler(device)
+    leave_collectives_to_gloo()
+    if shutil.which("ninja") is None:  # pip's ninja lies beside Python, which may have been called by its path
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(sys.executable)])
     stage = zero_stage(config, path)
     use_swap_folder(config, path, args.nvme_path)
     load_ops(config, path)
     return stage
 
 
-def allow_no_compiler(device: torch.device) -> None:
-    """On a CPU DeepSpeed compiles collectives through shared memory; without a compiler gloo does without them."""
-    if shutil.which("ninja") is None:  # pip's ninja lies beside Python, which may have been called by its path
-        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(sys.executable)])
-    if device.type == "cpu" and not (shutil.which("ninja") and shutil.which(os.environ.get("CXX", "c++"))):
-        import deepspeed.ops
+def leave_collectives_to_gloo() -> None:
+    """Keep DeepSpeed from compiling collectives of its own for CPUs: gloo carries them, as it does for DDP and FSDP.
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    Its own go through shared memory: 66 MB per process in /dev/shm, more than a container has by default,
+    which stay there after the run. And they need a C++ compiler, which a laptop may not have.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def load_ops(config: dict, path: str) -> None:

@@ -51,9 +51,8 @@ def main():
 
     if args.estimate_memory:
         return estimate_memory(args, rank)
-    stage = ds_config.prepare(config, args, device)
-    with ds_config.patience("its communication on the CPU"):
-        deepspeed.init_distributed(backend)
+    stage = ds_config.prepare(config, args)
+    deepspeed.init_distributed(backend)
 
     train_set, valid_set, vocab_size = harness.get_dataset(args, local_rank)
 
