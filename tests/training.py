@@ -69,6 +69,7 @@ def train(run, torchrun, strategy, *flags, processes=None, timeout=300, **option
     command = [sys.executable, *SCRIPTS[strategy]] if processes == 1 else torchrun(processes, *SCRIPTS[strategy])
     done = run([*command, *flags], timeout, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert "destroy_process_group" not in done.stderr  # a clean run ends its process group itself
     return read(done.stdout)
 
 
