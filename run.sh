@@ -45,10 +45,10 @@ describe() {
     fsdp_shard_grad_op) with_torchrun train_fsdp.py --sharding-strategy SHARD_GRAD_OP ;;
     fsdp_full_shard)    with_torchrun train_fsdp.py --sharding-strategy FULL_SHARD ;;
     fsdp_hybrid_shard)  needs_mesh && with_torchrun train_fsdp.py --sharding-strategy HYBRID_SHARD --shard-size 2 ;;
-    zero0)              needs_ops && with_deepspeed zero0.json ;;
-    zero1)              needs_ops && with_deepspeed zero1.json ;;
-    zero2)              needs_ops && with_deepspeed zero2.json ;;
-    zero3)              needs_ops && with_deepspeed zero3.json ;;
+    zero0)              needs_deepspeed && with_deepspeed zero0.json ;;
+    zero1)              needs_deepspeed && with_deepspeed zero1.json ;;
+    zero2)              needs_deepspeed && with_deepspeed zero2.json ;;
+    zero3)              needs_deepspeed && with_deepspeed zero3.json ;;
     zero2_offload)      needs_ops CPUAdamBuilder && with_deepspeed zero2_offload.json ;;
     zero3_offload)      needs_ops CPUAdamBuilder && with_deepspeed zero3_offload.json ;;
     zero3_nvme)         needs_ops CPUAdamBuilder AsyncIOBuilder && needs_nvme && with_deepspeed zero3_nvme.json ;;
@@ -94,18 +94,22 @@ needs_mesh() {
   [ -z "$REASON" ]
 }
 
-# DeepSpeed, and the C++ ops named; on a CPU its collectives are one, too. With PLANNING set it only notes the
-# ops, in OPS, so that all that the sweep needs are compiled in one step, before the first run with DeepSpeed:
-# that takes minutes on a machine's first use of them, which is no time of any strategy's.
+needs_deepspeed() {
+  REASON=$NO_DEEPSPEED
+  [ -z "$REASON" ]
+}
+
+# DeepSpeed, and those of its C++ ops that are named. With PLANNING set it only notes the ops, in OPS, so that all
+# that the sweep needs are compiled in one step, before the first run that needs one: that takes minutes on a
+# machine's first use of them, which is no time of any strategy's.
 needs_ops() {
   local op ops
-  [ "$DEVICE" != cpu ] || set -- ShareMemCommBuilder "$@"
   if [ -n "$PLANNING" ]; then
     OPS="$OPS $*"
     return 1
   fi
-  REASON=$NO_DEEPSPEED
-  if [ -z "$REASON" ] && [ ! -e "$TEMP/ops" ] && [ $# -gt 0 ]; then
+  needs_deepspeed || return 1
+  if [ ! -e "$TEMP/ops" ]; then
     ops=$(printf '%s\n' $OPS | sort -u)
     echo "        DeepSpeed loads its C++ ops:" $ops
     echo "        On their first use on a machine they are compiled: that takes minutes, once."
@@ -205,6 +209,10 @@ while [ $# -gt 0 ]; do
   esac
 done
 
+case " ${EXTRA[*]} " in
+  *" --device cpu "*) export CUDA_VISIBLE_DEVICES= ;;
+esac
+
 # ---- the machine ----------------------------------------------------------------------------------
 
 cd "$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)" || exit 1
@@ -223,7 +231,7 @@ attended "$PYTHON" machine.py "${FACTS[@]}" > "$TEMP/facts" || exit $?
 . "$TEMP/facts" # DEVICE GPUS CORES MODEL NPROC MACHINE NO_DEEPSPEED
 if [ "$DEVICE" = cpu ]; then
   export DS_ACCELERATOR=cpu
-  # Launchers tell their workers to use GPU 0, 1, ...: without this they would find the hidden ones.
+  # deepspeed's launcher tells its workers to use GPU 0, 1, ...: without this they would find the hidden ones.
   [ -z "${CUDA_VISIBLE_DEVICES-unset}" ] && EXTRA=(--device cpu "${EXTRA[@]}")
 elif [ "$NPROC" -gt "$GPUS" ]; then
   case " ${EXTRA[*]} " in

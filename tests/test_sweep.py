@@ -267,7 +267,9 @@ def test_a_signal_while_the_ops_compile(environment, tmp_path):
     """An interrupted build leaves no compiler running."""
     mark = "compile"
     environment = environment | {"GPTLITE_TEST_RUN": mark, "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
-    process = start([ROOT / "run.sh", "--steps", "2", "--out", tmp_path / "out", "zero1"], environment, cwd=tmp_path)
+    process = start(
+        [ROOT / "run.sh", "--steps", "2", "--out", tmp_path / "out", "zero2_offload"], environment, cwd=tmp_path
+    )
     with cleaned_up(process, mark):
         compiling = lambda: any("cc1plus" in p.name() for p in conftest.started_here(mark))  # noqa: E731
         wait_for(compiling, 120, "the compiler")
