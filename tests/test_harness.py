@@ -204,7 +204,8 @@ def test_configs_are_alike_but_for_what_the_strategy_needs():
         assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 500_000
         config["optimizer"]["params"].pop("torch_adam", None)  # offload has an Adam of its own for the CPU
         if zero["stage"] == 3:  # else DeepSpeed keeps small parameters, or all of them, whole
-            assert zero["stage3_param_persistence_threshold"] == zero["stage3_max_reuse_distance"] == 0
+            keys = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
+            assert [zero[f"stage3_{key}"] for key in keys] == [0, 0, 0]
     assert all(config == configs["zero0"] for config in configs.values())
 
 
