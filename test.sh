@@ -12,11 +12,15 @@ cd "$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)" || exit 1
 . ./setup.sh
 
 SELECT=(-m "not full")
-if [ "${1:-}" = --full ]; then
-  SELECT=()
-  shift
-fi
+ARGUMENTS=()
+for word in "$@"; do
+  if [ "$word" = --full ]; then
+    SELECT=()
+  else
+    ARGUMENTS+=("$word")
+  fi
+done
 # Most tests start two processes.
 cores=$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores / 2 > 0 ? cores / 2 : 1))}
-exec "$PYTHON" -m pytest "${SELECT[@]}" "$@"
+exec "$PYTHON" -m pytest "${SELECT[@]}" "${ARGUMENTS[@]}"

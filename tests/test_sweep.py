@@ -422,6 +422,7 @@ def test_setup_makes_completes_and_reuses(run, small):
         ('case "$*" in *ensurepip*) exit 1 ;; *) exec REAL "$@" ;; esac', "apt-get install python3-venv"),
         ('case "$*" in *"3, 10"*) exit 1 ;; *) exec REAL "$@" ;; esac', "Python 3.10 or newer is needed"),
     ],
+    ids=["no ensurepip", "too old"],
 )
 def test_a_python_that_will_not_do_is_one_line(run, small, fake, message):
     folder, environment = small
