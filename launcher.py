@@ -16,13 +16,15 @@ def end_with_launcher() -> None:
     `deepspeed`'s two processes passes nothing on.
     """
     watched = []
-    for process in psutil.Process().parents()[:2]:  # torchrun; or deepspeed.launcher.launch, under deepspeed
+    patterns = ("torchrun", "torch.distributed", "torch/distributed", "deepspeed.launcher.launch")
+    for process in psutil.Process().parents()[:2]:
         with contextlib.suppress(psutil.Error):
             command = " ".join(process.cmdline())
-            if any(
-                launcher in command for launcher in ("torchrun", "torch.distributed", "torch/distributed", "deepspeed")
-            ):
+            if any(pattern in command for pattern in patterns):
                 watched.append(process)
+        if not watched or "deepspeed.launcher.launch" not in command:
+            break  # started by hand, or by torchrun alone
+        patterns = ("deepspeed",)  # the first of its two launchers
 
     def alive(process) -> bool:
         try:

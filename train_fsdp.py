@@ -88,6 +88,8 @@ def main():
     scheduler = harness.get_scheduler(args, optimizer)
     strategy = f"fsdp_{args.sharding_strategy.lower()}" + ("_offload" if args.offload else "")
     meter = harness.Meter(args, strategy, n_parameters, train_set.text.name, device)
+    if args.offload and device.type == "cpu":
+        meter.print("config: --offload changes nothing: on a machine without a GPU everything is in CPU memory")
 
     for step in range(1, args.steps + 1):
         step_loss = torch.zeros((), device=device)

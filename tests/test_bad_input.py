@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 
 import train_ddp
@@ -62,6 +63,15 @@ def test_shard_sizes(mistake):
     hybrid = ["--sharding-strategy", "HYBRID_SHARD", "--batch-size", "8"]
     assert "groups of 3" in mistake(train_fsdp.main, *hybrid, "--shard-size", "3", world_size=4)
     assert "HYBRID_SHARD" in mistake(train_fsdp.main, "--shard-size", "2", "--batch-size", "8", world_size=4)
+
+
+def test_more_processes_than_gpus(mistake, monkeypatch):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    line = mistake(train_ddp.main, "--batch-size", "8", world_size=4)
+    assert all(word in line for word in ("4 processes", "2 GPU", "--share-gpu", "--device cpu")), line
 
 
 # ---- DeepSpeed's JSON ---------------------------------------------------------------------------

@@ -1,0 +1,70 @@
+"""Writes the generated parts of README.md, so that what it shows is what the code does.
+
+    python readme.py            rewrite the parts between <!-- begin: ... --> and <!-- end -->
+    python readme.py --check    exit with 1, and name them, if parts are out of date
+
+A part names what it shows: `diff A B` (two scripts without their docstrings), `table FOLDER` (a
+sweep's summary.csv), `machine FOLDER` (its machine.txt), `output COMMAND...` (what a command prints).
+"""
+
+import ast
+import difflib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+PART = re.compile(r"(<!-- begin: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def body(script: str) -> list[str]:
+    """The lines of a script after its docstring."""
+    text = (ROOT / script).read_text(encoding="utf-8")
+    return text.splitlines()[ast.parse(text).body[0].end_lineno :]
+
+
+def diff(first: str, second: str) -> str:
+    lines = difflib.unified_diff(body(first), body(second), first, second, n=0, lineterm="")
+    # Line numbers would change with every docstring.
+    return fenced("\n".join("@@" if line.startswith("@@") else line for line in lines), "diff")
+
+
+def fenced(text: str, language: str = "text") -> str:
+    return f"```{language}\n{text.rstrip()}\n```\n"
+
+
+def command(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(arguments)} failed:\n{done.stderr}")
+    return done.stdout
+
+
+def content(name: str) -> str:
+    kind, *arguments = name.split()
+    if kind == "diff":
+        return diff(*arguments)
+    if kind == "table":
+        return command("collect.py", arguments[0], "--markdown")
+    if kind == "machine":
+        return fenced((ROOT / arguments[0] / "machine.txt").read_text(encoding="utf-8"))
+    if kind == "output":
+        return fenced(command(*arguments))
+    sys.exit(f"README.md: no such kind of part: {name}")
+
+
+def main():
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    new = PART.sub(lambda part: part[1] + content(part[2]) + part[4], text)
+    if "--check" in sys.argv:
+        stale = [part[2] for part in PART.finditer(text) if part[3] != content(part[2])]
+        if stale:
+            sys.exit(f"README.md is out of date, run python readme.py: {', '.join(stale)}")
+    else:
+        readme.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
