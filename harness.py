@@ -298,7 +298,7 @@ def device_name(device: torch.device) -> str:
 
 
 @torch.no_grad()
-def evaluate(args, model, valid_set, device, rank: int, world_size: int, autocast: bool = False) -> None:
+def evaluate(args, model, valid_set, device, rank: int, world_size: int, autocast: bool = False, group=None) -> None:
     """Print the mean loss over the validation set, each token counted once, and a sample if asked for.
 
     Every process does the same number of forwards, since sharded models communicate in them: where
@@ -319,12 +319,12 @@ def evaluate(args, model, valid_set, device, rank: int, world_size: int, autocas
             targets = torch.full_like(targets, gptlite.IGNORE)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             logits = model(inputs)
-        total[0] += F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
+        total[0] += local(F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum"))
         total[1] += (targets != gptlite.IGNORE).sum()
     model.train()
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     loss, tokens = (total[0] / total[1]).item(), int(total[1])
-    if rank == 0:
+    if dist.get_rank() == 0:
         if tokens:
             print(f"result: validation_loss={loss:.6f}, validation_tokens={tokens}", flush=True)
         else:
