@@ -319,7 +319,7 @@ def evaluate(args, model, valid_set, device, rank: int, world_size: int, autocas
             targets = torch.full_like(targets, gptlite.IGNORE)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             logits = model(inputs)
-        total[0] += local(F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum"))
+        total[0] += accounting.local(F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum"))
         total[1] += (targets != gptlite.IGNORE).sum()
     model.train()
     dist.all_reduce(total, group=group)

@@ -1,31 +1,29 @@
-"""Tensor parallel (TP): every process holds a part of each layer, and computes that part for the whole batch.
+"""Tensor parallelism (TP): every process holds a part of each layer, and computes it for the whole batch.
 
       process 0            process 1
-    [ p0 p1 .. .. ]      [ .. .. p2 p3 ]    parameters        (each weight is cut, and never put together again)
+    [ p0 p1 .. .. ]      [ .. .. p2 p3 ]    parameters        (each layer is cut, and never put together)
     [ g0 g1 .. .. ]      [ .. .. g2 g3 ]    gradients
     [ o0 o1 .. .. ]      [ .. .. o2 o3 ]    optimizer state
+    [ a0 a1 a2 a3 ]      [ a0 a1 a2 a3 ]    activations between the layers (--sequence-parallel: a0 a1, a2 a3)
 
-    token           qkv, up           proj, down        lm_head
-    [ vocabulary ]  [ rows: heads ]   [  :  ]           [ vocabulary ]    process 0
-    [ vocabulary ]  [ rows: heads ]   [  :  ] columns   [ vocabulary ]    process 1
-    sum of parts    no messages       sum of parts      loss from parts
+    A pair of layers is cut so that one sum at its end is all that is sent: the first into rows (qkv into heads,
+    up), the second into columns (proj, down). Embedding and lm_head are cut into characters of the vocabulary.
 
-Holds:  1/N of the large weights on each of N processes (16/N bytes per parameter in fp32 with AdamW);
-        norms, positions and the biases of proj and down are small, and whole on each process.
-Sends:  activations, not parameters. Per block and micro-batch, two all-reduces of (B, T, n_embd) in
-        the forward pass and two in the backward pass, each waited for: this needs a fast link.
-        With --sequence-parallel each is a reduce-scatter and an all-gather: as much is sent, and
-        between the layers each process holds and computes only its part of the sequence.
-Choose: it inside a node, when a layer or its activations do not fit, or one sample must be faster.
-        --tensor-parallel-size below the number of processes makes a mesh: rows are tensor-parallel
-        groups, and each shard is FSDP's over its column, where data differ.
+Holds:  1/N of everything on each of N processes (16/N bytes per parameter in fp32 with AdamW), except norms,
+        positions and the biases of proj and down, which are small and whole on each.
+Sends:  activations, (B, T, n_embd) of each micro-batch: per block two all-reduces in the forward pass and two
+        in the backward pass, and nothing else can be done meanwhile. --sequence-parallel makes of each a
+        reduce-scatter and an all-gather: as much is sent, and norms and dropout see 1/N of the sequence.
+        With --tensor-parallel-size below the number of processes, the rest is data-parallel: FSDP cuts what
+        a process holds once more, over the processes that hold the same part for other samples.
+Choose: it inside a node, on fast links, when FSDP does not suffice: one layer or the activations of one sample
+        are too large, or the batch is too small to give each process a sample.
 
     torchrun --standalone --nproc_per_node=2 train_tp.py --tensor-parallel-size 2
     torchrun --standalone --nproc_per_node=8 train_tp.py --tensor-parallel-size 4 --sequence-parallel
 """
 
 import os
-from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -44,8 +42,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.data import DataLoader, DistributedSampler
 
-import gptlite
+import accounting
 import harness
+import tensor_parallel
 
 
 def main():
@@ -60,17 +59,19 @@ def main():
     args = parser.parse_args()
 
     device, backend = harness.pick_device(args, local_rank)
-    tensor_parallel_size = pick_tensor_parallel_size(args, world_size)
+    tensor_parallel_size = tensor_parallel.pick_size(args, world_size)
     data_parallel_size = world_size // tensor_parallel_size
     accumulation = harness.accumulation_steps(args, data_parallel_size)
     dist.init_process_group(backend)
 
-    # Dimension 0 of the mesh is data-parallel; dimension 1, of neighbouring ranks, tensor-parallel.
-    mesh = init_device_mesh(device.type, (data_parallel_size, tensor_parallel_size), mesh_dim_names=("data", "tensor"))
-    data_rank = mesh.get_local_rank("data")
+    # Neighbours in rank are tensor-parallel, which sends most: they share a node.
+    shape = (data_parallel_size, tensor_parallel_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "tensor"))
+    data_rank, tensor_rank = mesh.get_coordinate()
 
-    # Each data-parallel rank draws its own samples, the same for its whole tensor-parallel group.
+    # Each tensor-parallel group draws its own samples: the sampler deals one shuffled order out to all of them.
     train_set, valid_set, vocab_size = harness.get_dataset(args, local_rank)
+    tensor_parallel.check_vocabulary(vocab_size, tensor_parallel_size)
     sampler = DistributedSampler(
         train_set, num_replicas=data_parallel_size, rank=data_rank, seed=args.seed, drop_last=True
     )
@@ -83,9 +84,10 @@ def main():
     n_parameters = sum(p.numel() for p in model.parameters())
     whole = model.state_dict() if rank == 0 else {}
 
-    # The strategy: cut each weight over the tensor-parallel group, then each shard over the data-parallel ranks.
-    model = parallelize(model.to("meta"), mesh["tensor"], args.sequence_parallel)
-    if data_parallel_size > 1 or args.precision == "bf16":  # FSDP over one process is only its mixed precision
+    # The strategy: each layer is cut over the tensor-parallel group. What a process then holds is cut once more
+    # over the data-parallel ranks, by FSDP (over one process, FSDP only sees to the precision).
+    parallelize(model.to("meta"), mesh["tensor"], args.sequence_parallel)
+    if data_parallel_size > 1 or args.precision == "bf16":
         options = {"mesh": mesh["data"]}
         if args.precision == "bf16":  # gather and compute in bf16; shards, gradients and optimizer stay fp32
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -97,15 +99,11 @@ def main():
     load = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, whole, options=load)
     del whole
-    # DTensor hands some gradients over in another layout than their parameter's: a norm that saw a part of the
-    # sequence has a part of the sum (added up here), the token embedding has all rows (its own are kept).
-    for parameter in model.parameters():
-        parameter.register_hook(lambda grad, layout=parameter.placements: grad.redistribute(placements=layout))
-
-    # Randomness (dropout) differs where the activations do: always between data-parallel ranks.
+    tensor_parallel.keep_layout_of_gradients(model)
+    # Randomness (dropout) differs between processes, but not where a tensor-parallel group holds the same activation.
     torch.manual_seed(args.seed + (rank if args.sequence_parallel else data_rank))
     if not args.sequence_parallel:
-        fork_dropout_of_heads(model, mesh.get_local_rank("tensor"), device)
+        tensor_parallel.fork_randomness_in_attention(model, tensor_rank, device)
 
     optimizer = harness.get_optimizer(args, model.parameters())
     scheduler = harness.get_scheduler(args, optimizer)
@@ -116,7 +114,7 @@ def main():
         step_loss = torch.zeros((), device=device)
         for _ in range(accumulation):
             inputs, targets = (tensor.to(device, non_blocking=True) for tensor in next(batches))
-            with loss_parallel():
+            with loss_parallel():  # each process has the logits of its part of the vocabulary, and keeps it so
                 logits = model(inputs)
                 loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten()).to_local()
                 # The step's gradient is the mean over its micro-batches, so each counts 1/accumulation.
@@ -127,7 +125,7 @@ def main():
         optimizer.step()
         scheduler.step()
         if step == 1:
-            meter.states = harness.model_states(model, optimizer)  # now all of them exist
+            meter.states = accounting.model_states(model, optimizer)  # now all of them exist
         optimizer.zero_grad(set_to_none=True)
         meter.step(step, step_loss)
 
@@ -137,35 +135,26 @@ def main():
     dist.destroy_process_group()
 
 
-def pick_tensor_parallel_size(args, world_size: int) -> int:
-    """Processes that together hold one copy of the model."""
-    size = args.tensor_parallel_size or world_size
-    if world_size % size:
-        harness.fail(f"{world_size} processes do not divide into groups of {size}: give another --tensor-parallel-size")
-    config = gptlite.get_config(args.model, block_size=args.block_size)
-    if config.n_head % size:
-        harness.fail(f"the {config.n_head} heads of {args.model} do not divide by --tensor-parallel-size {size}")
-    if args.sequence_parallel and config.block_size % size:
-        harness.fail(f"--sequence-parallel: a block of {config.block_size} tokens does not divide by {size} processes")
-    return size
-
-
-def parallelize(model, mesh: DeviceMesh, sequence_parallel: bool):
+def parallelize(model, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+    """Cut the layers as Megatron-LM does (Shoeybi et al. 2019; sequence parallelism: Korthikanti et al. 2022)."""
+    # What lies between the layers, (B, T, n_embd): the same on all, or to each a part of T.
     between = Shard(1) if sequence_parallel else Replicate()
     keep = {"input_layouts": between, "desired_input_layouts": between}
     norm = PrepareModuleInputOutput(**keep, output_layouts=between, desired_output_layouts=between)
-    position = PrepareModuleInputOutput(
-        input_layouts=Replicate(),
-        desired_input_layouts=Replicate(),
-        output_layouts=Replicate(),
-        desired_output_layouts=Shard(0) if sequence_parallel else Replicate(),
-    )
     plan = {
+        # Characters that another process has count as 0 here; the sum over processes is the embedding.
         "embeddings.token": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "embeddings.position": position,
+        "embeddings.position": PrepareModuleInputOutput(  # (T,) -> (T, n_embd)
+            input_layouts=Replicate(),
+            desired_input_layouts=Replicate(),
+            output_layouts=Replicate(),
+            desired_output_layouts=Shard(0) if sequence_parallel else Replicate(),
+        ),
         "blocks.*.norm1": norm,
+        # Column-wise: all of x times some rows of the weight; whole heads, of which nothing need be sent.
         "blocks.*.attention": PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate()),
         "blocks.*.attention.qkv": ColwiseParallel(),
+        # Row-wise: some features of x times their columns of the weight; then the sum, to which the bias is added once.
         "blocks.*.attention.proj": RowwiseParallel(output_layouts=between),
         "blocks.*.norm2": norm,
         "blocks.*.feed_forward.up": ColwiseParallel(input_layouts=between),
@@ -174,23 +163,7 @@ def parallelize(model, mesh: DeviceMesh, sequence_parallel: bool):
         "lm_head": ColwiseParallel(input_layouts=between, use_local_output=False),
     }
     parallelize_module(model, mesh, plan)
-    return distribute_module(model, mesh)  # what is left, replicated
-
-
-def fork_dropout_of_heads(model, tensor_rank: int, device: torch.device) -> None:
-    forked = ExitStack()
-
-    def fork(*_):
-        seed = int(torch.randint(2**31, ()))
-        forked.enter_context(torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type))
-        torch.manual_seed(seed + 1 + tensor_rank)
-
-    def join(*_):
-        forked.close()
-
-    for block in model.blocks:
-        block.attention.qkv.register_forward_hook(fork)
-        block.attention.proj.register_forward_pre_hook(join)
+    distribute_module(model, mesh)  # norms and positions: whole on each process
 
 
 if __name__ == "__main__":
