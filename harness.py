@@ -302,7 +302,8 @@ def evaluate(args, model, valid_set, device, rank: int, world_size: int, autocas
     """Print the mean loss over the validation set, each token counted once, and a sample if asked for.
 
     Every process does the same number of forwards, since sharded models communicate in them: where
-    windows run out, it computes one that does not count.
+    windows run out, it computes one that does not count. Where several processes compute one loss
+    together (tensor parallelism), `rank` and `world_size` are those of `group`, which adds the losses up.
     """
     windows = len(valid_set)
     if args.eval_steps is not None:

@@ -48,7 +48,7 @@ def parse(output):
 def launch(run, command, command_lines, text_file):
     """`command` is how to start several.py (or watch_tp.py), without the command lines."""
     lines = json.dumps([[*line.split(), "--data", str(text_file)] for line in command_lines])
-    done = run([*command, lines], timeout=300)
+    done = run([*command, lines], timeout=480)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "destroy_process_group" not in done.stderr
     return done.stdout
@@ -150,7 +150,8 @@ def test_launch_line(run, torchrun, text_file):
 
 @pytest.mark.full
 def test_bf16_keeps_weights_and_optimizer_in_fp32(run, torchrun, text_file):
-    lines = [PARITY + way for way in (TWO, TWO + "--precision bf16", "", SEQUENCE + "--precision bf16")]
+    ways = (TWO, TWO + "--precision bf16", "", SEQUENCE + "--precision bf16")
+    lines = [PARITY + "--steps 6 " + micro(4) + way for way in ways]
     results = parse(launch(run, torchrun(4, "tests/several.py", "train_tp"), lines, text_file))
     for fp32, bf16 in (results[:2], results[2:]):
         assert bf16["losses"] == pytest.approx(fp32["losses"], rel=1e-2)
