@@ -188,7 +188,10 @@ class GPTlite(nn.Module):
         training = self.training
         self.eval()
         for _ in range(max_new_tokens):
-            logits = self(tokens[:, -self.config.block_size :])[:, -1].float().cpu()
+            logits = self(tokens[:, -self.config.block_size :])[:, -1].float()
+            if hasattr(logits, "full_tensor"):  # tensor parallelism: each process has a part of the vocabulary
+                logits = logits.full_tensor()
+            logits = logits.cpu()
             if top_k is not None:
                 kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, float("-inf"))

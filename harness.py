@@ -334,5 +334,5 @@ def evaluate(args, model, valid_set, device, rank: int, world_size: int, autocas
         generator = torch.Generator().manual_seed(args.seed)
         start = torch.zeros((1, 1), dtype=torch.int64, device=device)
         tokens = getattr(model, "module", model).generate(start, args.sample, generator=generator)
-        if rank == 0:
+        if dist.get_rank() == 0:
             print(f"sample:\n{valid_set.text.decode(tokens[0, 1:])}", flush=True)

@@ -33,7 +33,8 @@ END
 # To add one: its name here, in the order of the tables and charts, and its line in describe().
 
 STRATEGIES="ddp fsdp_no_shard fsdp_shard_grad_op fsdp_full_shard fsdp_hybrid_shard
-  zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_nvme"
+  zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_nvme
+  tp tp_sp tp_dp"
 
 # What strategy $1 is: the script and its arguments, and what it needs here. Sets COMMAND and SHOWN, the
 # command as run and as written in the results; PROCESSES; and REASON, if it cannot run on this machine.
@@ -52,6 +53,9 @@ describe() {
     zero2_offload)      needs_ops CPUAdamBuilder && with_deepspeed zero2_offload.json ;;
     zero3_offload)      needs_ops CPUAdamBuilder && with_deepspeed zero3_offload.json ;;
     zero3_nvme)         needs_ops CPUAdamBuilder AsyncIOBuilder && needs_nvme && with_deepspeed zero3_nvme.json ;;
+    tp)                 divides_heads && with_torchrun train_tp.py ;;
+    tp_sp)              divides_heads && with_torchrun train_tp.py --sequence-parallel ;;
+    tp_dp)              needs_mesh && with_torchrun train_tp.py --tensor-parallel-size 2 ;;
     *) return 1 ;;
   esac
 }
@@ -91,6 +95,14 @@ needs_mesh() {
   if [ -z "$REASON" ] && [ $((BATCH % (MICRO * PROCESSES))) -ne 0 ]; then
     REASON="needs $PROCESSES processes, and a batch of $BATCH does not divide into $PROCESSES micro-batches of $MICRO"
   fi
+  [ -z "$REASON" ]
+}
+
+# Tensor parallelism gives each process whole heads: as many processes as divide them.
+divides_heads() {
+  HEADS=${HEADS:-$("$PYTHON" -c 'import sys, gptlite; print(gptlite.PRESETS[sys.argv[1]].n_head)' "$MODEL")}
+  while [ $((HEADS % PROCESSES)) -ne 0 ]; do PROCESSES=$((PROCESSES - 1)); done
+  [ "$PROCESSES" -gt 1 ] || REASON="needs a number of processes that divides the $HEADS heads of $MODEL"
   [ -z "$REASON" ]
 }
 

@@ -28,6 +28,10 @@ def pick_size(args, world_size: int) -> int:
             f"a block of {config.block_size} tokens does not divide over {size} processes, as --sequence-parallel "
             f"needs it: give a --block-size that is a multiple of {size}"
         )
+    if args.sequence_parallel and args.sample:
+        harness.fail(
+            "--sample grows a text token by token, which --sequence-parallel cannot cut: leave one of them out"
+        )
     return size
 
 

@@ -36,6 +36,9 @@ STRATEGIES = [
     "zero2_offload",
     "zero3_offload",
     "zero3_nvme",
+    "tp",
+    "tp_sp",
+    "tp_dp",
 ]
 
 FAKE = r"""
