@@ -355,18 +355,8 @@ def load_ops(config: dict, path: str) -> None:
 @contextlib.contextmanager
 def patience(what: str):
     """Say what takes so long when DeepSpeed compiles at first use (minutes) or waits for another process to."""
-    import torch.utils.cpp_extension  # only now: where there is no GPU it warns of that
-
-    locks = os.path.join(torch.utils.cpp_extension.get_default_build_root(), "*", "*", "lock")
-    timer = threading.Timer(
-        5,
-        print,
-        [
-            f"DeepSpeed is compiling {what}, once: this takes one to several minutes. (If nothing is compiling, "
-            f"an interrupted build left a lock behind: delete {locks})"
-        ],
-        {"file": sys.stderr, "flush": True},
-    )
+    message = f"DeepSpeed compiles {what}, or waits for a process that does: once, for one to several minutes"
+    timer = threading.Timer(5, print, [message], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
     try:
