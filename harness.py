@@ -319,12 +319,14 @@ def evaluate(args, model, valid_set, device, rank: int, world_size: int, autocas
             targets = torch.full_like(targets, gptlite.IGNORE)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             logits = model(inputs)
+        if logits is None:
+            continue  # another process of the pipeline has them
         total[0] += F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
         total[1] += (targets != gptlite.IGNORE).sum()
     model.train()
     dist.all_reduce(total)
     loss, tokens = (total[0] / total[1]).item(), int(total[1])
-    if rank == 0:
+    if dist.get_rank() == 0:
         if tokens:
             print(f"result: validation_loss={loss:.6f}, validation_tokens={tokens}", flush=True)
         else:
