@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.data import DataLoader, DistributedSampler
 
+import accounting
 import gptlite
 import harness
 import pipeline
@@ -126,7 +127,7 @@ def main():
         optimizer.step()
         scheduler.step()
         if step == 1:
-            meter.states = harness.model_states(model, optimizer)  # now all of them exist
+            meter.states = accounting.model_states(model, optimizer)  # now all of them exist
         optimizer.zero_grad(set_to_none=True)
         meter.step(step, step_loss)
 
