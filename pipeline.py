@@ -100,16 +100,18 @@ def check(schedule_name: str, args, p: int, m: int) -> None:
         )
 
 
-def check_layers(schedule_name: str, args, p: int) -> None:
-    """End with one line if there are more stages than layers to put into them."""
+def check_model(schedule_name: str, args, p: int, device: torch.device, backend: str) -> None:
+    """End with one line if there are more stages than layers to put into them, or nothing that sends."""
     n_layer = gptlite.get_config(args.model, args.n_layer).n_layer
     v = SCHEDULES[schedule_name].stages_per_process
     if p * v > n_layer:
         cure = f"at most {n_layer // v} processes per pipeline (--pipeline-parallel-size), or " if n_layer >= v else ""
         harness.fail(
             f"{schedule_name} on {p} processes cuts the model into {p * v} stages, {v} per process, and {args.model} "
-            f"has {n_layer} layers: give {cure}--n-layer {p * v} or more"
+            f"has {n_layer} layer(s): give {cure}--n-layer {p * v} or more"
         )
+    if backend == "gloo" and device.type != "cpu":
+        harness.fail("processes that share a GPU cannot send to each other (gloo sends CPU memory): give --device cpu")
 
 
 # ---- stages -------------------------------------------------------------------------------------
@@ -146,7 +148,7 @@ def split_blocks(config: gptlite.GPTConfig, vocab_size: int, n_stages: int) -> l
 class ForwardThroughStages(nn.Module):
     """tokens (B, T) -> logits (B, T, vocab) on the process of the last stage, None on the others: no schedule.
 
-    While a process waits for none, it goes on with its next call: several calls fill the pipeline by themselves.
+    With one stage per process, several calls fill the pipeline by themselves: whoever has sent goes on to the next.
     """
 
     def __init__(self, stages, schedule: Schedule, group: dist.ProcessGroup, n_embd: int, device: torch.device):

@@ -43,7 +43,7 @@ def main():
     add = parser.add_argument
     add("--deepspeed_config", metavar="JSON", help="the strategy: a file of ds_configs/; flags override what it says")
     add("--deepspeed", action="store_true", help="accepted, as DeepSpeed's own examples pass it")
-    add("--pipeline-parallel-size", type=harness.number(int, 1), metavar="N", help="processes per pipeline (all)")
+    add("--pipeline-parallel-size", type=harness.number(int, 1), metavar="N", help="(default: all processes)")
     parser.set_defaults(estimate_memory=None, nvme_path=None)
     pipeline_parallel_size = pipeline.pick_size(parser.parse_args(), world_size)
     data_parallel_size = world_size // pipeline_parallel_size
@@ -52,7 +52,7 @@ def main():
 
     device, backend = harness.pick_device(args, local_rank)
     pipeline.check("1F1B", args, pipeline_parallel_size, accumulation)
-    pipeline.check_layers("1F1B", args, pipeline_parallel_size)
+    pipeline.check_model("1F1B", args, pipeline_parallel_size, device, backend)
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed  # only now: it looks for its device when it is imported
     from deepspeed.pipe import LayerSpec, PipelineModule

@@ -5,11 +5,12 @@
     [ g0 g1 .. .. ]      [ .. .. g2 g3 ]    gradients
     [ o0 o1 .. .. ]      [ .. .. o2 o3 ]    optimizer state
 
-      F0 F1 F2 F3 .. .. B0 B0 B1 B1 ..      forwards (F) and backwards (B) of micro-batches 0 to 3;
-      .. F0 F1 F2 F3 B0 B0 B1 B1 B2 ..      the dots are the bubble (--show-schedule draws all of it)
+    process 0  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3     forward and backward of micro-batches
+    process 1  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .      0 to 3; the dots are the bubble (1F1B)
 
 Holds:  1/P of everything on each of P processes (16/P bytes per parameter in fp32 with AdamW), and the
-        activations of the micro-batches on their way: of all of them (GPipe) or at most about P (the others).
+        activations of the micro-batches on their way: of all M (GPipe) or at most about P (the others);
+        besides, the library keeps what it receives, one layer's activations, for all M.
 Sends:  between neighbours, per micro-batch, the activations of one layer forward and their gradient back:
         far less than the weights. With --pipeline-parallel-size below the number of processes the rest is
         data-parallel: the gradients, once per step, all-reduced between the processes with the same layers.
@@ -46,7 +47,7 @@ def main():
     parser = harness.build_parser(__doc__)
     add = parser.add_argument
     add("--schedule", choices=pipeline.SCHEDULES, default="1F1B", help="(default: %(default)s)")
-    add("--pipeline-parallel-size", type=harness.number(int, 1), metavar="N", help="processes per pipeline (all)")
+    add("--pipeline-parallel-size", type=harness.number(int, 1), metavar="N", help="(default: all processes)")
     add("--show-schedule", action="store_true", help="draw who computes what when, and end")
     args = parser.parse_args()
     if args.show_schedule:  # one process can draw any number of them
@@ -61,7 +62,7 @@ def main():
         return
 
     device, backend = harness.pick_device(args, local_rank)
-    pipeline.check_layers(args.schedule, args, pipeline_parallel_size)
+    pipeline.check_model(args.schedule, args, pipeline_parallel_size, device, backend)
     dist.init_process_group(backend)
 
     # Neighbours in rank are data-parallel, which sends more: the pipeline may cross the slow network.
@@ -87,8 +88,8 @@ def main():
     stages = []
     for index, process in enumerate(placement):
         if process == pipeline_rank:
-            stage = Stage(vocab_size, config, args.seed, blocks[index], autocast=args.precision == "bf16").to(device)
-            stages.append(PipelineStage(stage, index, len(placement), device, group=pipeline_group))
+            stage = Stage(args, config, vocab_size, blocks[index], index == 0, index == len(placement) - 1)
+            stages.append(PipelineStage(stage.to(device), index, len(placement), device, group=pipeline_group))
     model = nn.ModuleList(stage.submod for stage in stages)
     n_parameters = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
     dist.all_reduce(n_parameters, group=pipeline_group)
@@ -105,13 +106,12 @@ def main():
     meter = harness.Meter(args, strategy, n_parameters.item(), train_set.text.name, device)
 
     for step in range(1, args.steps + 1):
-        micro_batches = [
-            [tensor.to(device, non_blocking=True) for tensor in next(batches)] for _ in range(accumulation)
-        ]
+        micro_batches = [next(batches) for _ in range(accumulation)]
+        inputs = [(inputs.to(device, non_blocking=True),) for inputs, _ in micro_batches]
+        targets = [targets.to(device, non_blocking=True) for _, targets in micro_batches]
         losses = []
         with idle.step():
             # All micro-batches, forward and backward. The first stage reads the inputs, the last the targets.
-            inputs, targets = [(inputs,) for inputs, _ in micro_batches], [targets for _, targets in micro_batches]
             schedule.step(arg_mbs=inputs, target_mbs=targets, losses=losses, return_outputs=False)
             # Only the last stage knows the loss: the others add 0.
             step_loss = torch.stack(losses).detach().mean() if losses else torch.zeros((), device=device)
@@ -148,17 +148,14 @@ class Stage(nn.Module):
     Built and named as in the whole model: each layer has its own generator, so no other layer is needed.
     """
 
-    def __init__(self, vocab_size: int, config: gptlite.GPTConfig, seed: int, blocks: range, autocast: bool):
+    def __init__(self, args, config: gptlite.GPTConfig, vocab_size: int, blocks: range, is_first: bool, is_last: bool):
         super().__init__()
-        self.autocast = autocast
-        first, last = blocks.start == 0, blocks.stop == config.n_layer
-        self.embeddings = gptlite.Embeddings(vocab_size, config, gptlite.layer_generator(seed, 0)) if first else None
-        self.blocks = nn.ModuleDict(
-            {str(i): gptlite.Block(config, gptlite.layer_generator(seed, 1 + i)) for i in blocks}
-        )
-        self.norm = nn.LayerNorm(config.n_embd) if last else None
-        head_generator = gptlite.layer_generator(seed, 1 + config.n_layer)
-        self.lm_head = gptlite.Linear(config.n_embd, vocab_size, bias=False, generator=head_generator) if last else None
+        self.autocast = args.precision == "bf16"
+        generators = [gptlite.layer_generator(args.seed, layer) for layer in range(config.n_layer + 2)]
+        self.embeddings = gptlite.Embeddings(vocab_size, config, generators[0]) if is_first else None
+        self.blocks = nn.ModuleDict({str(i): gptlite.Block(config, generators[1 + i]) for i in blocks})
+        self.norm = nn.LayerNorm(config.n_embd) if is_last else None
+        self.lm_head = gptlite.Linear(config.n_embd, vocab_size, False, generators[-1]) if is_last else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # tokens (B, T) in the first stage, else (B, T, n_embd) -> (B, T, n_embd), in the last (B, T, vocab)

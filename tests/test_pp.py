@@ -1,144 +1,176 @@
-"""train_pp.py follows one process in every schedule, alone and with data parallelism, and says what it cannot do."""
+"""Both pipelines, PyTorch's and DeepSpeed's, follow one process, and say before they start what they cannot do."""
 
 import json
-import re
+import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
+from training import COMMON, SETTINGS, distance, read
 
 import gptlite
 import pipeline
 import train_pp
 
+PARITY = 1e-4
 SCHEDULES = list(pipeline.SCHEDULES)
-ADAMW = ("--optimizer", "adamw", "--lr", "1e-3")
-SGD = ("--optimizer", "sgd", "--lr", "0.1")
-OPTIMIZERS = pytest.mark.parametrize("optimizer", [ADAMW, SGD], ids=["adamw", "sgd"])
-SMALL = ["--device", "cpu", "--model", "nano", "--block-size", "16", "--dropout", "0", "--log-every", "1"]
-SMALL += ["--batch-size", "16", "--micro-batch-size", "2", "--steps", "20", "--warmup-steps", "4"]
-
-
-def read(output: str) -> dict:
-    """What a script printed: the losses, the first meter line, and the run:, result: and bubble: lines as dicts."""
-    found = {"losses": [float(loss) for loss in re.findall(r"^meter: .* loss=([^,\s]+)", output, re.MULTILINE)]}
-    for name in ("run", "meter", "result", "bubble"):
-        line = re.search(rf"^{name}: (.*)$", output, re.MULTILINE)
-        found[name] = dict(pair.split("=", 1) for pair in line[1].split(", ") if "=" in pair) if line else None
-    return found
+MICRO = ("--micro-batch-size", "2")  # 8 micro-batches per step in one pipeline, 4 in each of two
+DEEPSPEED = ("train_deepspeed_pp.py", "--deepspeed_config", "ds_configs/pp_zero1.json")
 
 
 @pytest.fixture(scope="session")
-def one_process(run, text_file):
-    """one_process(*flags): the reference, a run of train_ddp.py on one process, started once for each set of flags."""
+def launch(run, torchrun, text_file):
+    """launch(processes, script and flags, ...): what that run printed, with the flags that all tests share."""
+
+    def launch(processes, *command, cwd=ROOT):
+        command = torchrun(processes, *command) if processes > 1 else [sys.executable, *command]
+        done = run([*command, *COMMON, "--data", text_file], timeout=420, cwd=cwd)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        assert "destroy_process_group" not in done.stderr
+        return read(done.stdout)
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def reference(launch):
+    """reference(optimizer, *flags): train_ddp.py on one process, started once for each set of flags."""
     done = {}
 
     def reference(*flags):
         if flags not in done:
-            result = run([sys.executable, "train_ddp.py", *SMALL, "--data", text_file, *flags], timeout=300)
-            assert result.returncode == 0, result.stderr[-3000:]
-            done[flags] = read(result.stdout)
-            assert len(done[flags]["losses"]) == 20
+            optimizer, *others = flags
+            done[flags] = launch(1, "train_ddp.py", *SETTINGS[optimizer], "--micro-batch-size", "16", *others)
         return done[flags]
 
     return reference
 
 
-@pytest.fixture(scope="session")
-def train(run, torchrun, text_file):
-    """train(processes, *flags): what train_pp.py (or another script) printed there."""
-
-    def train(processes, *flags, script="train_pp.py"):
-        result = run(torchrun(processes, script, *SMALL, "--data", text_file, *flags), timeout=420)
-        assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
-        assert "destroy_process_group" not in result.stderr
-        return read(result.stdout)
-
-    return train
+def check_parity(log, expected):
+    """Each step's loss, the validation loss and its tokens are those of one process, and so is the model."""
+    assert len(log.losses) == 20
+    assert distance(log.losses, expected.losses) < PARITY
+    assert float(log.result["validation_loss"]) == pytest.approx(float(expected.result["validation_loss"]), rel=PARITY)
+    assert log.result["validation_tokens"] == expected.result["validation_tokens"]
+    assert log.run["parameters"] == expected.run["parameters"]
 
 
-def assert_same(found, reference):
-    """Each step's loss, the validation loss and its tokens are those of one process."""
-    assert found["losses"] == pytest.approx(reference["losses"], rel=1e-4)
-    assert reference["losses"][-1] < 0.95 * reference["losses"][0], "the model must learn, or any optimizer agrees"
-    assert float(found["result"]["validation_loss"]) == pytest.approx(
-        float(reference["result"]["validation_loss"]), rel=1e-4
-    )
-    assert found["result"]["validation_tokens"] == reference["result"]["validation_tokens"]
-    assert found["run"]["parameters"] == reference["run"]["parameters"]
+def bubble(log) -> dict[str, str]:
+    line = next(line for line in log.text.splitlines() if line.startswith("bubble: "))
+    return dict(pair.split("=", 1) for pair in line.removeprefix("bubble: ").split(", "))
 
 
 # ---- parity -------------------------------------------------------------------------------------
 
 
-def test_two_stages_follow_one_process(one_process, train):
-    found, reference = train(2, *SGD), one_process(*SGD)
-    assert_same(found, reference)
-    assert found["run"]["strategy"] == "pp_1f1b"
-    for states in ("Parameters", "Gradients", "OptimizerState"):
-        whole, largest = (float(run["meter"][states].removesuffix("GB")) for run in (reference, found))
-        assert largest <= 0.55 * whole, f"each of two processes holds about half of the {states}"
-    assert found["bubble"]["predicted"] == "0.1111"
-    assert 0 < float(found["bubble"]["measured"]) < 1
+def test_two_stages_follow_one_process(launch, reference):
+    log = launch(2, "train_pp.py", *SETTINGS["sgd"], *MICRO)
+    check_parity(log, reference("sgd"))
+    assert log.run["strategy"] == "pp_1f1b"
+    # The first stage has two blocks and the embeddings, the last two blocks and the head; SGD keeps nothing.
+    assert log.states() == pytest.approx({"Parameters": 2, "Gradients": 2, "OptimizerState": 0}, rel=0.01)
+    assert bubble(log)["predicted"] == "0.1111"
+    assert 0 < float(bubble(log)["measured"]) < 1
+
+
+def test_two_pipelines_with_zero_bubble_follow_one_process(launch, reference):
+    flags = ("--schedule", "ZBVZeroBubble", "--pipeline-parallel-size", "2")
+    log = launch(4, "train_pp.py", *SETTINGS["sgd"], *MICRO, *flags)
+    check_parity(log, reference("sgd"))
+    assert log.run["strategy"] == "pp_zbv_dp"
+    assert bubble(log)["micro_batches"] == "4", "the batch is shared between the two pipelines"
 
 
 @pytest.mark.full
-@OPTIMIZERS
+@pytest.mark.parametrize("optimizer", SETTINGS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules_follow_one_process(one_process, train, schedule, optimizer):
-    found = train(2, *optimizer, "--schedule", schedule)
-    assert_same(found, one_process(*optimizer))
-    assert found["run"]["strategy"] == pipeline.SCHEDULES[schedule].strategy
+@pytest.mark.parametrize("processes", [2, 4])
+def test_schedules_follow_one_process(launch, reference, processes, schedule, optimizer):
+    layers = ("--n-layer", "8") if processes * pipeline.SCHEDULES[schedule].stages_per_process > 4 else ()
+    log = launch(processes, "train_pp.py", *SETTINGS[optimizer], *MICRO, "--schedule", schedule, *layers)
+    check_parity(log, reference(optimizer, *layers))
+    assert log.run["strategy"] == pipeline.SCHEDULES[schedule].strategy
 
 
 @pytest.mark.full
-@OPTIMIZERS
+@pytest.mark.parametrize("optimizer", SETTINGS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_four_processes_follow_one(one_process, train, schedule, optimizer):
-    layers = ("--n-layer", "8") if pipeline.SCHEDULES[schedule].stages_per_process == 2 else ()
-    assert_same(train(4, *optimizer, "--schedule", schedule, *layers), one_process(*optimizer, *layers))
+def test_data_parallel_pipelines_follow_one_process(launch, reference, schedule, optimizer):
+    flags = ("--schedule", schedule, "--pipeline-parallel-size", "2")
+    log = launch(4, "train_pp.py", *SETTINGS[optimizer], *MICRO, *flags)
+    check_parity(log, reference(optimizer))
+    assert log.run["strategy"] == pipeline.SCHEDULES[schedule].strategy + "_dp"
 
 
 @pytest.mark.full
-@OPTIMIZERS
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_data_parallel_pipelines_follow_one_process(one_process, train, schedule, optimizer):
-    found = train(4, *optimizer, "--schedule", schedule, "--pipeline-parallel-size", "2")
-    assert_same(found, one_process(*optimizer))
-    assert found["run"]["strategy"] == pipeline.SCHEDULES[schedule].strategy + "_dp"
-    assert found["bubble"]["micro_batches"] == "4", "the batch is shared between the two pipelines"
+@pytest.mark.parametrize("optimizer", SETTINGS)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_deepspeeds_pipeline_follows_one_process(launch, reference, processes, optimizer):
+    log = launch(processes, *DEEPSPEED, *SETTINGS[optimizer], *MICRO, "--pipeline-parallel-size", "2")
+    check_parity(log, reference(optimizer))
+    assert log.run["strategy"] == ("deepspeed_pp" if processes == 2 else "deepspeed_pp_dp")
+    # Half of the layers each. ZeRO-1 adds a copy of the part it updates, and shares the moments between pipelines.
+    parts = processes // 2
+    state = 2 / parts + (4 / parts if optimizer == "adamw" else 0)
+    assert log.states() == pytest.approx({"Parameters": 2, "Gradients": 2, "OptimizerState": state}, rel=0.01)
 
 
 @pytest.mark.full
-def test_gradients_are_clipped_by_the_norm_over_all_stages(one_process, train):
-    flags = (*SGD, "--clip", "0.2")
-    reference = one_process(*flags)
-    assert reference["losses"] != one_process(*SGD)["losses"], "the gradient must be large enough to be clipped"
-    assert_same(train(4, *flags, "--pipeline-parallel-size", "2"), reference)
+@pytest.mark.parametrize("script", [("train_pp.py",), DEEPSPEED], ids=["pp", "deepspeed_pp"])
+def test_clipping_uses_the_norm_over_all_stages(launch, reference, script):
+    clip = ("--clip", "0.05")  # every step is clipped
+    expected = reference("sgd", *clip)
+    check_parity(launch(4, *script, *SETTINGS["sgd"], *MICRO, "--pipeline-parallel-size", "2", *clip), expected)
+    assert distance(expected.losses, reference("sgd").losses) > 1e-2
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_bf16_keeps_fp32_weights(one_process, train, schedule):
-    found, reference = train(2, *ADAMW, "--precision", "bf16", "--schedule", schedule), one_process(*ADAMW)
-    assert found["losses"] == pytest.approx(reference["losses"], rel=0.02)
-    assert found["losses"] != pytest.approx(reference["losses"], rel=1e-6)
-    state, parameters = (float(found["meter"][name].removesuffix("GB")) for name in ("OptimizerState", "Parameters"))
-    assert state == pytest.approx(2 * parameters, rel=0.01), "both of AdamW's moments in fp32, as the weights"
+@pytest.mark.parametrize("script", [("train_pp.py",), ("train_pp.py", "--schedule", "ZBVZeroBubble"), DEEPSPEED])
+def test_bf16_follows_fp32(launch, reference, script):
+    log, expected = launch(2, *script, *SETTINGS["adamw"], *MICRO, "--precision", "bf16"), reference("adamw")
+    assert 1e-6 < distance(log.losses, expected.losses) < 2e-2  # and it is not fp32
+    assert float(log.result["validation_loss"]) == pytest.approx(float(expected.result["validation_loss"]), rel=2e-2)
+    # Weights and moments that the optimizer updates are fp32, half of them each; DeepSpeed's weights are a copy.
+    assert log.states()["OptimizerState"] == pytest.approx(6 if script == DEEPSPEED else 4, rel=0.01)
+
+
+BREAKS = {
+    "summed over pipelines": ("parameter.grad /= data_parallel_size", "pass"),
+    "summed over micro-batches": ("scale_grads=True", "scale_grads=False"),
+    "same data in both pipelines": ("rank=data_rank", "rank=0"),
+    "not sent to the other pipeline": ("dist.all_reduce(parameter.grad, group=data_group)", "pass"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("broken", BREAKS)
+def test_parity_fails_when_broken(launch, reference, tmp_path, broken):
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    right, wrong = BREAKS[broken]
+    text = (tmp_path / "train_pp.py").read_text()
+    assert right in text
+    (tmp_path / "train_pp.py").write_text(text.replace(right, wrong))
+    log = launch(4, "train_pp.py", *SETTINGS["sgd"], *MICRO, "--pipeline-parallel-size", "2", cwd=tmp_path)
+    assert distance(log.losses, reference("sgd").losses) > 10 * PARITY
 
 
 # ---- stages -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("vocab_size", [65, 20000])
 @pytest.mark.parametrize("n_stages", [1, 2, 3, 4, 8])
-def test_stages_are_the_whole_model(n_stages):
+def test_stages_are_the_whole_model(n_stages, vocab_size):
     config = gptlite.get_config("nano", n_layer=8)
-    blocks = pipeline.split_blocks(config, 65, n_stages)
+    args = SimpleNamespace(seed=3, precision="fp32")
+    blocks = pipeline.split_blocks(config, vocab_size, n_stages)
     assert [i for stage in blocks for i in stage] == list(range(8))
-    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
-    stages = [train_pp.Stage(65, config, 3, stage, autocast=False) for stage in blocks]
-    whole = gptlite.GPTlite(65, config, 3)
+    stages = [
+        train_pp.Stage(args, config, vocab_size, stage, i == 0, i == n_stages - 1) for i, stage in enumerate(blocks)
+    ]
+    whole = gptlite.GPTlite(vocab_size, config, 3)
     weights = {name: weight for stage in stages for name, weight in stage.state_dict().items()}
     assert sum(len(stage.state_dict()) for stage in stages) == len(weights)
     torch.testing.assert_close(weights, dict(whole.state_dict()), rtol=0, atol=0)
@@ -149,11 +181,15 @@ def test_stages_are_the_whole_model(n_stages):
     torch.testing.assert_close(x, whole(tokens), rtol=0, atol=0)
 
 
-def test_a_large_vocabulary_counts_as_blocks():
-    """The head of a vocabulary of 50,257 costs as much as 4 blocks of this width: the last stage gets fewer."""
-    blocks = pipeline.split_blocks(gptlite.get_config("gpt3-small", block_size=512), 50257, 4)
-    assert [len(stage) for stage in blocks] == [4, 4, 4, 0]
-    assert [len(stage) for stage in pipeline.split_blocks(gptlite.get_config("gpt3-small"), 65, 4)] == [3, 3, 3, 3]
+def test_stages_cost_the_same():
+    def counts(vocab_size, n_stages, **overrides):
+        blocks = pipeline.split_blocks(gptlite.get_config("gpt3-small", **overrides), vocab_size, n_stages)
+        return [len(stage) for stage in blocks]
+
+    assert counts(65, 4) == [3, 3, 3, 3]
+    assert counts(65, 5) == [3, 3, 2, 2, 2]
+    # The head of GPT-2's vocabulary costs as much as nearly 5 blocks of this width: the last stage has no other.
+    assert counts(50257, 4, block_size=512) == [4, 4, 4, 0]
 
 
 # ---- schedules ----------------------------------------------------------------------------------
@@ -185,6 +221,11 @@ def test_a_schedule_is_drawn(run):
     assert picture == PICTURE
 
 
+def test_the_docstring_shows_the_real_picture():
+    for row in pipeline.draw("1F1B", 2, 4).splitlines()[1:3]:
+        assert row in train_pp.__doc__
+
+
 # train_pp.py, noting what each process computes in place of how long it takes.
 RECORDER = """
 import json, os
@@ -214,7 +255,7 @@ with open(os.path.join(os.environ["RECORDS"], os.environ["RANK"]), "w") as file:
 def test_the_library_computes_in_the_pictures_order(run, torchrun, text_file, tmp_path, schedule):
     script = tmp_path / "record.py"
     script.write_text(RECORDER)
-    flags = [*SMALL, "--data", text_file, "--schedule", schedule, "--steps", "1", "--eval-steps", "0"]
+    flags = ["--model", "nano", "--batch-size", "8", "--data", text_file, "--schedule", schedule, "--steps", "1"]
     result = run(torchrun(2, script, *flags), timeout=300, PYTHONPATH=ROOT, RECORDS=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     for i, planned in enumerate(pipeline.order(schedule, 2, 8)):
@@ -236,23 +277,28 @@ ERRORS = {
         "takes micro-batches in 2 rounds, and 5 do not divide into 2",
     ),
     "batch": (4, ["--pipeline-parallel-size", "2", "--batch-size", "6"], "does not divide into micro-batches of 2"),
-    "layers": (2, ["--n-layer", "1"], "nano has 1 layers: give at most 1 processes per pipeline"),
-    "stages": (4, ["--schedule", "Interleaved1F1B"], "8 stages, 2 per process, and nano has 4 layers: give at most 2"),
+    "layers": (2, ["--n-layer", "1"], "nano has 1 layer(s): give at most 1 processes per pipeline"),
+    "stages": (
+        4,
+        ["--schedule", "Interleaved1F1B"],
+        "8 stages, 2 per process, and nano has 4 layer(s): give at most 2",
+    ),
     "processes": (4, ["--pipeline-parallel-size", "3"], "a --pipeline-parallel-size that divides 4 (1, 2, 4)"),
     "schedule": (2, ["--schedule", "2F2B"], "invalid choice: '2F2B'"),
 }
 
 
-@pytest.mark.parametrize(
-    "mistake", ["too few micro-batches", *(pytest.param(m, marks=pytest.mark.full) for m in ERRORS)]
-)
+QUICK = "too few micro-batches"
+
+
+@pytest.mark.parametrize("mistake", [QUICK, *(pytest.param(m, marks=pytest.mark.full) for m in ERRORS if m != QUICK)])
 def test_a_mistake_is_one_line_on_every_rank(run, text_file, mistake):
     """Each rank is started alone: it must see the mistake before it waits for another."""
     world_size, flags, message = ERRORS[mistake]
     messages = set()
     for rank in (0, world_size - 1):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-        result = run([sys.executable, "train_pp.py", *SMALL, "--data", text_file, *flags], timeout=60, **place)
+        result = run([sys.executable, "train_pp.py", *COMMON, *MICRO, "--data", text_file, *flags], timeout=60, **place)
         assert result.returncode == 2, result.stderr
         assert message in result.stderr
         assert len(result.stderr.splitlines()) == 1, result.stderr
