@@ -179,6 +179,7 @@ SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}  # how long forward, backward, and the 
 def order(name: str, p: int, m: int) -> list[list[tuple[int, str, int]]]:
     """What each process computes in a step, in order: (stage, one of SLOTS, micro-batch)."""
     schedule = SCHEDULES[name]
+    # The library runs these two without a plan; in this order.
     if name == "GPipe":
         return [[(i, kind, micro) for kind in "FB" for micro in range(m)] for i in range(p)]
     if name == "1F1B":
