@@ -320,6 +320,8 @@ def evaluate(args, model, valid_set, device, rank: int, world_size: int, autocas
             targets = torch.full_like(targets, gptlite.IGNORE)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             logits = model(inputs)
+        if logits is None:
+            continue  # another process of the pipeline has them
         total[0] += accounting.local(F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum"))
         total[1] += (targets != gptlite.IGNORE).sum()
     model.train()

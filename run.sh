@@ -34,7 +34,7 @@ END
 
 STRATEGIES="ddp fsdp_no_shard fsdp_shard_grad_op fsdp_full_shard fsdp_hybrid_shard
   zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_nvme
-  tp tp_sp tp_dp"
+  tp tp_sp tp_dp pp_gpipe pp_1f1b pp_interleaved pp_zbv pp_1f1b_dp deepspeed_pp"
 
 # What strategy $1 is: the script and its arguments, and what it needs here. Sets COMMAND and SHOWN, the
 # command as run and as written in the results; PROCESSES; and REASON, if it cannot run on this machine.
@@ -56,6 +56,12 @@ describe() {
     tp)                 divides_heads && with_torchrun train_tp.py ;;
     tp_sp)              divides_heads && with_torchrun train_tp.py --sequence-parallel ;;
     tp_dp)              needs_mesh && with_torchrun train_tp.py --tensor-parallel-size 2 ;;
+    pp_gpipe)           fits_layers 1 && with_torchrun train_pp.py --schedule GPipe ;;
+    pp_1f1b)            fits_layers 1 && with_torchrun train_pp.py --schedule 1F1B ;;
+    pp_interleaved)     fits_layers 2 && with_torchrun train_pp.py --schedule Interleaved1F1B ;;
+    pp_zbv)             fits_layers 2 && with_torchrun train_pp.py --schedule ZBVZeroBubble ;;
+    pp_1f1b_dp)         needs_mesh && with_torchrun train_pp.py --schedule 1F1B --pipeline-parallel-size 2 ;;
+    deepspeed_pp)       needs_deepspeed && fits_layers 1 && with_deepspeed pp_zero1.json train_deepspeed_pp.py ;;
     *) return 1 ;;
   esac
 }
@@ -66,14 +72,14 @@ with_torchrun() {
 }
 
 with_deepspeed() { # --master_port: two sweeps at once must not meet on DeepSpeed's fixed port
-  local config=ds_configs/$1
+  local config=ds_configs/$1 script=${2:-train_deepspeed.py}
   # Its launcher does not share a GPU, and takes GPU 0, 1, ... whatever CUDA_VISIBLE_DEVICES says: torchrun, then.
   if [ "$GPUS" -gt 0 ] && { [ "$PROCESSES" -gt "$GPUS" ] || [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; }; then
-    with_torchrun train_deepspeed.py --deepspeed_config "$config"
+    with_torchrun "$script" --deepspeed_config "$config"
   else
     COMMAND=("$PYTHON" -m deepspeed.launcher.runner "--num_gpus=$PROCESSES" --master_port "$(free_port)"
-      train_deepspeed.py --deepspeed_config "$config")
-    show deepspeed "--num_gpus=$PROCESSES" train_deepspeed.py --deepspeed_config "$config"
+      "$script" --deepspeed_config "$config")
+    show deepspeed "--num_gpus=$PROCESSES" "$script" --deepspeed_config "$config"
   fi
   if [ "$config" = ds_configs/zero3_nvme.json ] && [ -n "$NVME" ]; then
     COMMAND+=(--nvme-path "$NVME")
@@ -103,6 +109,16 @@ divides_heads() {
   HEADS=${HEADS:-$("$PYTHON" -c 'import sys, gptlite; print(gptlite.PRESETS[sys.argv[1]].n_head)' "$MODEL")}
   while [ $((HEADS % PROCESSES)) -ne 0 ]; do PROCESSES=$((PROCESSES - 1)); done
   [ "$PROCESSES" -gt 1 ] || REASON="needs a number of processes that divides the $HEADS heads of $MODEL"
+  [ -z "$REASON" ]
+}
+
+# A pipeline has $1 stages per process, each at least one layer, and hands round whole rounds of micro-batches.
+fits_layers() {
+  LAYERS=${LAYERS:-$("$PYTHON" -c 'import sys, gptlite; print(gptlite.PRESETS[sys.argv[1]].n_layer)' "$MODEL")}
+  while [ $(($1 * PROCESSES)) -gt "$LAYERS" ] || [ $((BATCH / MICRO % PROCESSES)) -ne 0 ]; do
+    PROCESSES=$((PROCESSES - 1))
+  done
+  [ "$PROCESSES" -gt 1 ] || REASON="needs at least 2 processes, and a micro-batch and layers for each"
   [ -z "$REASON" ]
 }
 

@@ -39,6 +39,12 @@ STRATEGIES = [
     "tp",
     "tp_sp",
     "tp_dp",
+    "pp_gpipe",
+    "pp_1f1b",
+    "pp_interleaved",
+    "pp_zbv",
+    "pp_1f1b_dp",
+    "deepspeed_pp",
 ]
 
 FAKE = r"""
