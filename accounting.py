@@ -95,9 +95,11 @@ class DeepSpeedStates:
 
     def partitions(self) -> list[torch.Tensor]:
         """The flat fp32 tensors that this process's optimizer updates; none of their own in stage 0 with fp32."""
-        for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):
-            if hasattr(self.optimizer, name):  # ZeRO-1 and 2, ZeRO-3, bf16 without ZeRO
-                return list(getattr(self.optimizer, name))
+        names = ["single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"]  # ZeRO-1 and 2, ZeRO-3
+        names += ["fp32_groups_flat_partition", "fp32_groups", "fp32_groups_flat"]  # stage 0 in bf16 or fp16
+        for name in names:
+            if hasattr(self.optimizer, name):
+                return list(flat(getattr(self.optimizer, name)))
         return []
 
     def measure(self, tensors, would_be_offloaded: bool, counted: set[int]) -> tuple[int, int]:
