@@ -132,8 +132,9 @@ def test_bf16_follows_fp32(launch, reference, script):
     log, expected = launch(2, *script, *SETTINGS["adamw"], *MICRO, "--precision", "bf16"), reference("adamw")
     assert 1e-6 < distance(log.losses, expected.losses) < 2e-2  # and it is not fp32
     assert float(log.result["validation_loss"]) == pytest.approx(float(expected.result["validation_loss"]), rel=2e-2)
-    # Weights and moments that the optimizer updates are fp32, half of them each; DeepSpeed's weights are a copy.
-    assert log.states()["OptimizerState"] == pytest.approx(6 if script == DEEPSPEED else 4, rel=0.01)
+    # Weights and moments that the optimizer updates are fp32, about half of them each (in a V the first process
+    # has embeddings and head); DeepSpeed's fp32 weights are a copy.
+    assert log.states()["OptimizerState"] == pytest.approx(6 if script == DEEPSPEED else 4, rel=0.05)
 
 
 BREAKS = {
