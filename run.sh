@@ -39,7 +39,7 @@ STRATEGIES="ddp fsdp_no_shard fsdp_shard_grad_op fsdp_full_shard fsdp_hybrid_sha
 # What strategy $1 is: the script and its arguments, and what it needs here. Sets COMMAND and SHOWN, the
 # command as run and as written in the results; PROCESSES; and REASON, if it cannot run on this machine.
 describe() {
-  PROCESSES=$NPROC REASON=
+  PROCESSES=$NPROC COPIES= REASON=
   case $1 in
     ddp)                with_torchrun train_ddp.py ;;
     fsdp_no_shard)      with_torchrun train_fsdp.py --sharding-strategy NO_SHARD ;;
@@ -53,17 +53,22 @@ describe() {
     zero2_offload)      needs_ops CPUAdamBuilder && with_deepspeed zero2_offload.json ;;
     zero3_offload)      needs_ops CPUAdamBuilder && with_deepspeed zero3_offload.json ;;
     zero3_nvme)         needs_ops CPUAdamBuilder AsyncIOBuilder && needs_nvme && with_deepspeed zero3_nvme.json ;;
-    tp)                 divides_heads && with_torchrun train_tp.py ;;
-    tp_sp)              divides_heads && with_torchrun train_tp.py --sequence-parallel ;;
-    tp_dp)              needs_mesh && with_torchrun train_tp.py --tensor-parallel-size 2 ;;
-    pp_gpipe)           fits_layers 1 && with_torchrun train_pp.py --schedule GPipe ;;
-    pp_1f1b)            fits_layers 1 && with_torchrun train_pp.py --schedule 1F1B ;;
-    pp_interleaved)     fits_layers 2 && with_torchrun train_pp.py --schedule Interleaved1F1B ;;
-    pp_zbv)             fits_layers 2 && with_torchrun train_pp.py --schedule ZBVZeroBubble ;;
-    pp_1f1b_dp)         needs_mesh && with_torchrun train_pp.py --schedule 1F1B --pipeline-parallel-size 2 ;;
-    deepspeed_pp)       needs_deepspeed && fits_layers 1 && with_deepspeed pp_zero1.json train_deepspeed_pp.py ;;
+    tp)                 divides_heads && copies 1 && with_torchrun train_tp.py ;;
+    tp_sp)              divides_heads && copies 1 && with_torchrun train_tp.py --sequence-parallel ;;
+    tp_dp)              needs_mesh && copies 2 && with_torchrun train_tp.py --tensor-parallel-size 2 ;;
+    pp_gpipe)           fits_layers 1 && copies 1 && with_torchrun train_pp.py --schedule GPipe ;;
+    pp_1f1b)            fits_layers 1 && copies 1 && with_torchrun train_pp.py --schedule 1F1B ;;
+    pp_interleaved)     fits_layers 2 && copies 1 && with_torchrun train_pp.py --schedule Interleaved1F1B ;;
+    pp_zbv)             fits_layers 2 && copies 1 && with_torchrun train_pp.py --schedule ZBVZeroBubble ;;
+    pp_1f1b_dp)         needs_mesh && copies 2 && with_torchrun train_pp.py --schedule 1F1B --pipeline-parallel-size 2 ;;
+    deepspeed_pp)       needs_deepspeed && fits_layers 1 && copies 1 && with_deepspeed pp_zero1.json train_deepspeed_pp.py ;;
     *) return 1 ;;
   esac
+}
+
+# Tensor parallelism and pipelines: data-parallel copies of the model, all processes in 1, or in copies of 2 processes.
+copies() {
+  [ "$1" -eq 1 ] && COPIES=1 || COPIES=$((PROCESSES / 2))
 }
 
 with_torchrun() {
@@ -284,9 +289,10 @@ fi
 # The flags that all scripts get. No dropout, so that the losses can be compared; about 20 lines of log; without a
 # GPU an evaluation on WINDOWS windows of the validation set in place of all.
 flags() {
+  local copies=${COPIES:-$PROCESSES}
   FLAGS=(--model "$MODEL" --steps "$STEPS" --batch-size "$BATCH" --micro-batch-size "$MICRO" --dropout 0
     --log-every "$((STEPS < 20 ? 1 : STEPS / 20))")
-  [ -z "$WINDOWS" ] || FLAGS+=(--eval-steps "$(((WINDOWS + MICRO * PROCESSES - 1) / (MICRO * PROCESSES)))")
+  [ -z "$WINDOWS" ] || FLAGS+=(--eval-steps "$(((WINDOWS + MICRO * copies - 1) / (MICRO * copies)))")
   [ -z "$DATA" ] || FLAGS+=(--data "$DATA")
   FLAGS+=("${EXTRA[@]}")
 }
