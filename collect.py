@@ -7,8 +7,9 @@ samples.csv has a row per `meter:` line of log/*.log, summary.csv a row per log.
 bytes; throughput is samples, or tokens, of the global batch per second; `memory_average_gb` is the
 mean of what was allocated at the end of the logged steps, `memory_max_gb` the peak since training
 began, both of the process that needs most; on a CPU both are the resident set (RSS). `parameters_gb`,
-`gradients_gb` and `optimizer_gb` are the model states that one process holds, `model_states_gb` their
-sum. Losses are in nats per token.
+`gradients_gb` and `optimizer_gb` are the model states that one process holds in memory, `model_states_gb`
+their sum; `offloaded_gb` is the part of it that DeepSpeed keeps in CPU memory in place of a GPU's (without
+a GPU: would keep), `on_disk_gb` what it has swapped out. Losses are in nats per token.
 
 A row whose status is not `ok` has `-` for its numbers, and a reason. A number that is missing in a
 log with status ok is an error: exit code 1, and the row says `failed`.
@@ -38,11 +39,20 @@ METER = {
 }
 SAMPLES = ["strategy", "step", *METER]
 STATES = ["parameters_gb", "gradients_gb", "optimizer_gb"]
+# Only runs that offload print these: what of the states is in CPU memory in place of a GPU's, and what more is on disk.
+OFFLOAD = {"offloaded_gb": "Offloaded", "on_disk_gb": "OnDisk"}
 SETTINGS = ["model", "parameters", "processes", "device", "precision", "batch", "micro_batch", "steps"]
-NUMBERS = ["samples_per_second", "tokens_per_second", "memory_average_gb", "memory_max_gb", *STATES, "model_states_gb"]
+NUMBERS = [
+    "samples_per_second",
+    "tokens_per_second",
+    "memory_average_gb",
+    "memory_max_gb",
+    *STATES,
+    "model_states_gb",
+]
 LOSSES = ["final_loss", "validation_loss"]
 ALSO = ["block_size", "text", "optimizer", "torch", "seconds"]
-SUMMARY = ["strategy", "command", *SETTINGS, *NUMBERS, *LOSSES, "status", "reason", *ALSO]
+SUMMARY = ["strategy", "command", *SETTINGS, *NUMBERS, *LOSSES, "status", "reason", *ALSO, *OFFLOAD]
 
 
 class LogError(Exception):
@@ -147,6 +157,10 @@ def summary_numbers(log: Log) -> dict:
         "memory_max_gb": max(row["memory_max_gb"] for row in samples),
         **states,
         "model_states_gb": sum(states.values()),
+        **{
+            name: number(log, log.meters[-1], key, "meter") if key in log.meters[-1] else 0.0
+            for name, key in OFFLOAD.items()
+        },
         "final_loss": last["loss"],
         "validation_loss": number(log, log.result, "validation_loss", "result") if evaluated else "-",
     }
@@ -259,7 +273,12 @@ def table(rows: list[dict]) -> list[list[str]]:
             cells.append([row["strategy"], row["processes"], *["-"] * 10, f"{row['status']}: {row['reason']}"])
             continue
         cells.append(
-            [row["strategy"], row["processes"], f"{row['samples_per_second']:.1f}", f"{row['tokens_per_second']:.0f}"]
+            [
+                row["strategy"],
+                row["processes"],
+                f"{rate:.1f}" if (rate := row["samples_per_second"]) >= 10 else f"{rate:.3g}",
+                f"{row['tokens_per_second']:.0f}",
+            ]
             + [f"{row[key] * factor:.2f}" for key in ("memory_average_gb", "memory_max_gb")]
             + [f"{row[key] * states_factor:.2f}" for key in (*STATES, "model_states_gb")]
             + [f"{v:.4f}" if isinstance(v := row[key], float) else v for key in LOSSES]

@@ -102,13 +102,28 @@ def bars(path: Path, rows: list[dict], title: str, below: str, label: str, parts
         colours = [colour or family_colour(row["strategy"]) for row in rows]
         axes.barh(places, widths, left=ends, height=0.66, color=colours, label=name)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    # DeepSpeed offloads the optimizer first, then gradients, then parameters: from the right end of the bar.
+    aside = [float(row.get("offloaded_gb") or 0) * factor if row["status"] == "ok" else 0.0 for row in rows]
+    if len(parts) > 1 and any(aside):
+        lefts = [end - width for end, width in zip(ends, aside, strict=True)]
+        style = {"facecolor": "none", "edgecolor": "white", "hatch": "////", "linewidth": 0}
+        axes.barh(places, aside, left=lefts, height=0.66, **style)
     longest = max(ends, default=0) or 1.0
     for place, row, end in zip(places, rows, ends, strict=True):
         ok = row["status"] == "ok"
         text = note(row) if ok else textwrap.shorten(f"{row['status']}: {row['reason']}", 100, placeholder=" ...")
         style = {} if ok else {"color": GREY, "style": "italic"}
         axes.text(end + 0.01 * longest, place, text, va="center", fontsize=8.5, **style)
-    axes.set_xlim(0, longest * (1.34 if len(parts) > 1 else 1.13))
+    reach = (
+        max(
+            end + 0.0094 * longest * len(note(row))
+            for row, end in zip(rows, ends, strict=True)
+            if row["status"] == "ok"
+        )
+        if any(ends)
+        else longest
+    )
+    axes.set_xlim(0, max(reach, longest * (1.34 if len(parts) > 1 else 1.13)))
     axes.set_ylim(len(rows) - 0.4, -0.6)  # the first row on top
     axes.set_yticks(places, names(rows), fontsize=9)
     axes.tick_params(axis="y", length=0)
@@ -179,7 +194,11 @@ def main():
 
     def states_note(row):
         size = float(row["model_states_gb"])
-        return f"{size * factor:.1f} {name}, {size * 2**30 / int(row['parameters']):.1f} B per parameter"
+        each = {key: float(row[key]) * 2**30 / int(row["parameters"]) for key in ("offloaded_gb", "on_disk_gb")}
+        text = f"{size * factor:.1f} {name}, {size * 2**30 / int(row['parameters']):.1f} B per parameter"
+        if each["offloaded_gb"]:
+            text += f", {each['offloaded_gb']:.1f} offloaded (hatched)"
+        return text + (f", and {each['on_disk_gb']:.1f} on disk" if each["on_disk_gb"] else "")
 
     bars(
         args.folder / "model_states.png", rows, "Model states that each process holds", below,

@@ -4,7 +4,8 @@
     python readme.py --check    exit with 1, and name them, if parts are out of date
 
 A part names what it shows: `diff A B` (two scripts without their docstrings), `table FOLDER` (a
-sweep's summary.csv), `machine FOLDER` (its machine.txt), `output COMMAND...` (what a command prints).
+sweep's summary.csv), `bubble FOLDER` (predicted and measured, of its pipelines), `output COMMAND...`
+(what a command prints).
 """
 
 import ast
@@ -41,14 +42,27 @@ def command(*arguments: str) -> str:
     return done.stdout
 
 
+def bubble(folder: str) -> str:
+    lines = [
+        "| schedule | processes | micro-batches | formula | predicted | measured |",
+        "|---|---:|---:|---|---:|---:|",
+    ]
+    for log in sorted((ROOT / folder / "log").glob("pp_*.log")):
+        for line in re.findall(r"^bubble: (.*)", log.read_text(encoding="utf-8"), re.MULTILINE):
+            found = dict(re.findall(r"(\w+)=([^, ]+)", line))
+            cells = [found[key] for key in ("processes", "micro_batches", "formula", "predicted", "measured")]
+            lines.append(f"| {' | '.join([f'`{log.stem}`', *cells])} |")
+    return "\n".join(lines) + "\n"
+
+
 def content(name: str) -> str:
     kind, *arguments = name.split()
     if kind == "diff":
         return diff(*arguments)
     if kind == "table":
         return command("collect.py", arguments[0], "--markdown")
-    if kind == "machine":
-        return fenced((ROOT / arguments[0] / "machine.txt").read_text(encoding="utf-8"))
+    if kind == "bubble":
+        return bubble(arguments[0])
     if kind == "output":
         return fenced(command(*arguments))
     sys.exit(f"README.md: no such kind of part: {name}")

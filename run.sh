@@ -299,6 +299,9 @@ flags() {
 
 OUT=${OUT:-$PWD/results/$MACHINE}
 mkdir -p "$OUT/log" 2> /dev/null || fail "cannot write to $OUT"
+if [ -n "$NAMES" ] && [ -f "$OUT/machine.txt" ]; then # the rows of earlier sweeps stay: so do their commands
+  grep '^command: ' "$OUT/machine.txt" | grep -vxF "command: $INVOCATION" >> "$TEMP/machine.txt"
+fi
 cp "$TEMP/machine.txt" "$OUT/machine.txt" || fail "cannot write to $OUT"
 NAMES=${NAMES:-$STRATEGIES}
 OPS= PLANNING=1
