@@ -65,6 +65,8 @@ def read(text: str) -> Log:
 
 def train(run, torchrun, strategy, *flags, processes=None, timeout=300, **options) -> Log:
     """Run a strategy on 2 processes (or as many as it needs), or on one without a launcher."""
+    if "offload" in strategy or "nvme" in strategy:
+        timeout = 1500  # the first of them on a machine compiles DeepSpeed's C++, for minutes
     processes = processes or PROCESSES.get(strategy, 2)
     command = [sys.executable, *SCRIPTS[strategy]] if processes == 1 else torchrun(processes, *SCRIPTS[strategy])
     done = run([*command, *flags], timeout, **options)
