@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 def runs(script: str, command_lines: list[list[str]]):
     """Run them, and yield the number of each when it has ended."""
     module = importlib.import_module(script)
-    launched = "MASTER_ADDR" in os.environ
+    launched = "RANK" in os.environ
     store, rank, world_size = next(dist.rendezvous("env://")) if launched else (None, 0, 1)
     init_process_group = dist.init_process_group
     for number, arguments in enumerate(command_lines):

@@ -24,6 +24,9 @@ def mistake(monkeypatch, capsys):
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("LOCAL_RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        for name in ("MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):  # main sets them: take them back afterwards
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
         with pytest.raises(SystemExit) as stop:
             main()
         lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning:")]
