@@ -104,9 +104,10 @@ def accumulation_steps(args, data_parallel_size: int) -> int:
 def pick_device(args, local_rank: int) -> tuple[torch.device, str]:
     """The device of this process and the backend that carries its collectives.
 
-    Fills in what depends on the device (--model), and makes this process end with its launcher.
+    Fills in what depends on the device (--model), and sees to it that this process ends as it should.
     """
     launcher.end_with_launcher()
+    launcher.let_threads_finish()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if args.device == "cpu" or accelerator is None or accelerator.type == "mps":  # MPS has no collectives
         device, backend = torch.device("cpu"), "gloo"

@@ -1,5 +1,6 @@
-"""Ends a worker when the launcher that started it is gone."""
+"""How a worker ends: cleanly when its training is done, and also when the launcher that started it is gone."""
 
+import atexit
 import contextlib
 import os
 import signal
@@ -41,3 +42,14 @@ def end_with_launcher() -> None:
 
     if watched:
         threading.Thread(target=watch, daemon=True).start()
+
+
+def let_threads_finish() -> None:
+    """Before the interpreter shuts down, let gloo's threads drop the tensors of the last collectives.
+
+    They need the interpreter for that, and one that asks for it during the shutdown aborts the
+    process (SIGABRT, "terminate called without an active exception"; PyTorch issue 190489), also
+    after destroy_process_group(). They only wait for this thread to pause: a millisecond does, and
+    on a busy machine half a second.
+    """
+    atexit.register(time.sleep, 0.5)
