@@ -1,5 +1,6 @@
 """README.md shows what the code does: its generated parts are fresh, its links and flags exist."""
 
+import csv
 import re
 import sys
 
@@ -28,3 +29,21 @@ def test_flags_exist():
 def test_every_module_and_strategy_is_named():
     for path in [*ROOT.glob("*.py"), *ROOT.glob("ds_configs/*.json")]:
         assert path.stem in README, path.name
+
+
+def test_bytes_per_parameter_are_those_of_the_sweep():
+    with open(ROOT / "results" / "cpu-2-cores-nano" / "summary.csv", encoding="utf-8") as file:
+        measured = {row["strategy"]: row for row in csv.DictReader(file)}
+    compared = 0
+    for line in README.splitlines():
+        # | `name`, `name` | script | holds | 8 (+ 2) | sends | when |
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) != 8 or not re.fullmatch(r"[\d.]+( \(\+ \d+\))?", cells[4]):
+            continue
+        claimed = sum(float(number) for number in re.findall(r"[\d.]+", cells[4]))
+        for name in re.findall(r"`(\w+)`", cells[1]):
+            found = float(measured[name]["model_states_gb"]) * 2**30 / int(measured[name]["parameters"])
+            # What is not cut evenly: ZeRO-2's gradient that lies across two partitions, a pipeline's stages.
+            assert abs(found - claimed) < 0.4, (name, found, claimed)
+            compared += 1
+    assert compared >= 15
