@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import accounting
+import activations
 import ds_config
 import harness
 
@@ -67,6 +68,8 @@ def main():
     engine, _, loader, _ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), training_data=train_set, config=config
     )
+    checkpoint = ds_config.checkpoint_function(config)
+    saved = activations.Saved(args, device, engine.module.blocks, checkpoint, hides_inputs=True)
     loader.data_sampler.seed = args.seed
     loader.num_local_io_workers = 0  # a sample is a slice of the text: worker processes cost more than they save
     loader.pin_memory = device.type != "cpu"
@@ -91,7 +94,7 @@ def main():
             engine.step()
             step_loss += loss.detach() / accumulation
         if step == 1:
-            meter.states = states.count()
+            meter.states = states.count() | saved.count()
         meter.step(step, step_loss)
 
     meter.close()

@@ -1,0 +1,371 @@
+"""Activation memory: what autograd saves in the forward pass for the backward pass, and three ways to hold less of it.
+
+    --activation-checkpointing   holds a block's input alone, and computes the block again in the backward pass
+    --activation-offload         holds what is saved in CPU memory, in place of the GPU's
+    --compile                    compiles each block; the compiler decides what is saved, and what is computed again
+
+A script gains two lines: Saved(...), which sets up the three and begins to count, and `saved.count()` after the
+first step, which ends the counting. predict() says what theory gives for GPTlite; both, side by side, as CSV:
+
+    python activations.py nano baby > results/activations-cpu.csv
+    python activations.py baby --micro-batch-size 2 --dropout 0.1
+
+Bytes are those that one process holds; GB = 2**30 bytes.
+"""
+
+import argparse
+import csv
+import os
+import shutil
+import sys
+import time
+import weakref
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import accounting
+import gptlite
+
+# ---- flags --------------------------------------------------------------------------------------
+
+
+def add_flags(add) -> None:
+    """`add` is a parser's add_argument."""
+    add("--activation-checkpointing", action="store_true", help="hold only the inputs of blocks; compute them again")
+    add("--activation-offload", action="store_true", help="hold what the backward pass needs in CPU memory")
+    add("--compile", action="store_true", help="compile each block (torch.compile)")
+
+
+def find_problem(args, device: torch.device) -> str | None:
+    """Why the flags cannot be had here, in a line; None if they can."""
+    # On a GPU, torch.compile compiles C++ too, what launches its kernels.
+    if args.compile and not any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "clang++", "g++")):
+        return "--compile needs a C++ compiler: install one (Debian, Ubuntu: apt install g++), or leave --compile out"
+    return None
+
+
+def notes(args, device: torch.device) -> list[str]:
+    """What a flag does not do here, in a line each."""
+    if args.activation_offload and device.type == "cpu":
+        return ["config: --activation-offload changes nothing: on a machine without a GPU everything is in CPU memory"]
+    return []
+
+
+# ---- what is saved ------------------------------------------------------------------------------
+
+
+class Saved:
+    """What autograd saves: offloaded if the flags say so, and counted until count() is called, after the first step.
+
+    `blocks` are the model's blocks, which are compiled and checkpointed as the flags say, by `library`: the
+    library's checkpoint(function, *inputs), non-reentrant (default: PyTorch's). `hides_inputs` says that it holds
+    the blocks' inputs by itself, out of autograd's sight, as DeepSpeed's does.
+
+    Each storage counts once, for as long as autograd holds it. Not counted are parameters, also where a strategy
+    has gathered them, and integers: tokens, targets and positions are the data, not activations.
+    """
+
+    def __init__(self, args, device: torch.device, blocks=(), library=None, hides_inputs: bool = False):
+        self.checkpoints = args.activation_checkpointing
+        self.library = library or partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        self.hides_inputs = hides_inputs
+        self.offload = Offload(device) if args.activation_offload else None
+        self.counting = True
+        self.holders: dict[int, int] = {}  # address of a storage: how many tensors that autograd holds look into it
+        self.held = self.peak = 0  # bytes now, and at most
+        self.block: int | None = None  # bytes that one block holds beside its input
+        for block in blocks:
+            # In place of `forward`: names stay as they are, and the hooks of FSDP and ZeRO run outside, once.
+            if args.compile:
+                block.forward = torch.compile(block.forward)
+            if self.checkpoints:
+                block.forward = partial(self.checkpoint, block.forward)
+        # Until count(), or to the end of the training where they offload.
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        self.hooks.__enter__()
+
+    def count(self) -> dict[str, int]:
+        """Bytes at the peak of the first step; ends the counting.
+
+        Activations is all of it. With checkpointing BlockActivations is the part of it that one block holds while it
+        is computed again; the rest is the inputs of all blocks, and what is saved outside of them.
+        """
+        self.counting = False
+        if not self.offload:
+            self.hooks.__exit__(None, None, None)
+        return {"Activations": self.peak} | ({"BlockActivations": self.block or 0} if self.checkpoints else {})
+
+    def checkpoint(self, function, *inputs):
+        """function(*inputs), of which only the inputs are held until the backward pass computes it again."""
+        if not torch.is_grad_enabled():
+            return function(*inputs)
+        if self.counting and self.block is None:
+            # What a block saves when it is computed again does not pass the hooks. So the very first time it is not
+            # checkpointed: the block holds now what any block will hold for a while. That changes no number.
+            before, self.block = self.held, 0
+            outputs = function(*inputs)
+            self.block = self.held - before - sum(storage_of(x).nbytes() for x in inputs)
+            return outputs
+        if self.counting and self.hides_inputs:
+            function = HeldUntilSecondCall(function, [Kept(self, x, x) for x in inputs])
+        return self.library(function, *inputs)
+
+    def pack(self, tensor: torch.Tensor):
+        """The hook that autograd calls with each tensor it saves: it holds what this returns."""
+        if is_parameter(tensor) or tensor.dtype == torch.int64:
+            return tensor
+        packed = self.offload.pack(tensor) if self.offload else tensor
+        return Kept(self, tensor, packed) if self.counting else packed
+
+    def unpack(self, packed) -> torch.Tensor:
+        """The hook that autograd calls in the backward pass, with what pack() returned."""
+        packed = packed.packed if isinstance(packed, Kept) else packed
+        return packed.tensor() if isinstance(packed, Offloaded) else packed
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """A parameter, or a view of one (a layer saves its weight transposed)."""
+    tensor = tensor if tensor._base is None else tensor._base
+    return tensor.is_leaf and tensor.requires_grad
+
+
+@torch.no_grad()
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The memory of a tensor; of one that is cut over processes, this process's part."""
+    tensor = accounting.local(tensor)
+    tensor = tensor.wait() if hasattr(tensor, "wait") else tensor  # the result of a collective that is under way
+    return tensor.untyped_storage()
+
+
+class Kept:
+    """A saved tensor, counted as long as this object lives: autograd drops it when the backward pass has passed."""
+
+    def __init__(self, saved: Saved, tensor: torch.Tensor, packed):
+        self.packed, self.saved, self.key = packed, saved, None
+        if isinstance(packed, Offloaded) and packed.copy.has_left:
+            return
+        storage = storage_of(tensor)
+        self.key, self.size = storage.data_ptr(), storage.nbytes()
+        saved.holders[self.key] = saved.holders.get(self.key, 0) + 1
+        if saved.holders[self.key] == 1:
+            saved.held += self.size
+            saved.peak = max(saved.peak, saved.held)
+
+    def __del__(self):
+        if self.key is not None:
+            self.saved.holders[self.key] -= 1
+            if not self.saved.holders[self.key]:
+                del self.saved.holders[self.key]
+                self.saved.held -= self.size
+
+
+class HeldUntilSecondCall:
+    """A block's function: called in the forward pass, and again in the backward pass, when its inputs are released."""
+
+    def __init__(self, function, held: list[Kept]):
+        self.function, self.held, self.calls = function, held, 0
+
+    def __call__(self, *inputs):
+        self.calls += 1
+        if self.calls > 1:
+            self.held.clear()
+        return self.function(*inputs)
+
+
+# ---- offload ------------------------------------------------------------------------------------
+
+
+class Offload:
+    """Moves saved tensors to CPU memory and back, on a stream of their own, as vDNN does (Rhu et al. 2016).
+
+    The copy out goes on while the forward pass computes the next layers; in the backward pass the copy back of
+    what is needed next goes on while the layers behind it are computed. On a CPU nothing moves.
+    """
+
+    LEAST = 4096  # bytes: what is smaller stays, it would cost more time than it saves memory
+    AHEAD = 8  # storages that are fetched before they are needed: about one block's
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = None if device.type == "cpu" else torch.Stream(device)
+        self.copies = weakref.WeakValueDictionary()  # address of a storage: its Copy
+        self.last = lambda: None  # the Copy that was made last (a weak reference)
+
+    def pack(self, tensor: torch.Tensor):
+        """What is kept in place of `tensor`: an Offloaded, or the tensor itself where that is not worth it."""
+        storage = storage_of(tensor)
+        if storage.nbytes() < self.LEAST or storage.device.type != self.device.type:
+            return tensor
+        copy = self.copies.get(storage.data_ptr())
+        if copy is None or copy.source.expired():  # its memory has been freed, and is another tensor's now
+            copy = self.copies[storage.data_ptr()] = Copy(self, storage)
+            self.last = weakref.ref(copy)
+        return Offloaded(copy, tensor)
+
+
+class Copy:
+    """The copy of one storage in CPU memory; q, k and v, say, are views of one. Freed with the last view of it."""
+
+    def __init__(self, offload: Offload, storage: torch.UntypedStorage):
+        self.stream, self.device = offload.stream, offload.device
+        self.has_left = self.stream is not None
+        self.source = StorageWeakRef(storage)
+        self.before = offload.last  # in the backward pass it is needed after this one
+        self.here = self.arrived = None
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        if not self.has_left:
+            self.here = memory
+            return
+        self.there = torch.empty(memory.shape, dtype=torch.uint8, pin_memory=True)
+        self.stream.wait_stream(torch.accelerator.current_stream(self.device))  # which is to compute the values first
+        with self.stream:
+            self.there.copy_(memory, non_blocking=True)
+        memory.record_stream(self.stream)  # autograd lets go of it now: it is free when it has been copied
+
+    def fetch(self) -> None:
+        """Begin the copy back, behind all other copies."""
+        if self.here is None:
+            with self.stream:
+                self.here = torch.empty(self.there.shape, dtype=torch.uint8, device=self.device)
+                self.here.copy_(self.there, non_blocking=True)
+            self.arrived = self.stream.record_event()
+
+    def get(self) -> torch.UntypedStorage:
+        """The storage, on the device again; begins to fetch those that are needed next."""
+        self.fetch()
+        if self.has_left:
+            current = torch.accelerator.current_stream(self.device)
+            current.wait_event(self.arrived)
+            self.here.record_stream(current)  # it was allocated on the other stream
+            copy = self
+            for _ in range(Offload.AHEAD):
+                copy = copy.before()
+                if copy is None:
+                    break
+                copy.fetch()
+        return self.here.untyped_storage()
+
+
+class Offloaded:
+    """A saved tensor whose storage is in a Copy: its shape, and, of a DTensor, how it is cut."""
+
+    def __init__(self, copy: Copy, tensor: torch.Tensor):
+        with torch.no_grad():
+            local = accounting.local(tensor)
+        self.copy, self.dtype = copy, local.dtype
+        self.view = (local.storage_offset(), local.shape, local.stride())
+        self.cut = None
+        if local is not tensor:
+            self.cut = {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+            self.cut |= {"shape": tensor.shape, "stride": tensor.stride()}
+
+    def tensor(self) -> torch.Tensor:
+        storage = self.copy.get()
+        local = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.view)
+        if self.cut is None:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(local, run_check=False, **self.cut)
+
+
+# ---- theory -------------------------------------------------------------------------------------
+
+
+def predict(config: gptlite.GPTConfig, vocab_size: int, batch: int, checkpointing: bool = False) -> int:
+    """Bytes that autograd holds at the peak, for `batch` sequences of block_size tokens in fp32.
+
+    Each operation saves what its gradient is computed from: without dropout a block 12 d + H + 4 numbers of 4 bytes
+    per token (d = n_embd, H = n_head). Of a checkpointed block only the d of its input are left, but for the one
+    that is just computed again. The factor between both goes towards 12, the more blocks there are.
+    """
+    T, d, H = config.block_size, config.n_embd, config.n_head
+    norm = d + 2  # its input, and of each token mean and 1/deviation
+    if config.dropout:
+        # The kernel that needs no T x T matrix has no dropout on a CPU: q and k are copied, scaled, and v (of a single
+        # sequence v is not copied, and with it all of q, k, v is held); each head holds its T x T weights three
+        # times: after the softmax, their mask, and what is left of them.
+        attention = 2 * d + (d if batch > 1 else 3 * d) + 3 * H * T
+        mask = d  # fp32 on a CPU
+    else:
+        attention = 3 * d + H  # q, k, v, and of each head the logarithm of the softmax's sum; the output is proj's input
+        mask = 0
+    #        norm1  qkv's input   proj's input    norm2  up's input  ReLU's output, down's input
+    block = norm + d + attention + d + mask + norm + d + 4 * d + mask
+    # Embeddings save tokens alone (and a mask). The loss saves the log-softmax of the logits, and one number.
+    outside = mask + norm + d + vocab_size
+    blocks = config.n_layer * d + block - d if checkpointing else config.n_layer * block
+    return 4 * (batch * T * (outside + blocks) + 1)
+
+
+# ---- measured beside theory ---------------------------------------------------------------------
+
+COLUMNS = ["model", "block_size", "micro_batch", "dropout", "flags", "measured_mb", "predicted_mb", "less", "seconds"]
+VARIANTS = [[], ["--activation-checkpointing"], ["--activation-offload"], ["--compile"]]
+VARIANTS += [["--activation-checkpointing", "--compile"]]
+
+
+def measure(config: gptlite.GPTConfig, vocab_size: int, batch: int, args) -> tuple[int, float]:
+    """Bytes at the peak of one training step on random tokens, and the seconds of the fastest of three later ones."""
+    device = torch.device("cpu")
+    model = gptlite.GPTlite(vocab_size, config)
+    tokens = torch.randint(vocab_size, (batch, config.block_size))
+    saved = Saved(args, device, model.blocks)
+    found, seconds = None, []
+    for _ in range(4):
+        start = time.perf_counter()
+        logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, -2), tokens.flatten()).backward()
+        seconds.append(time.perf_counter() - start)
+        found = found or saved.count()
+    if saved.offload:
+        saved.hooks.__exit__(None, None, None)
+    return found["Activations"], min(seconds[1:])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["nano", "baby"], help="shapes of GPTlite (default: nano baby)")
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--block-size", type=int, help="tokens per sample, in place of the model's own")
+    parser.add_argument("--dropout", type=float, default=0.0, help="(default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=65, help="(default: %(default)s, Tiny Shakespeare's)")
+    options = parser.parse_args()
+    for name in options.models:
+        if name not in gptlite.PRESETS:
+            parser.error(f"there is no model {name}: there are {', '.join(gptlite.PRESETS)}")
+    flags = argparse.ArgumentParser()
+    add_flags(flags.add_argument)
+    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for name in options.models:
+        config = gptlite.get_config(name, block_size=options.block_size, dropout=options.dropout)
+        plain = None
+        for variant in VARIANTS:
+            args = flags.parse_args(variant)
+            batch, vocab_size = options.micro_batch_size, options.vocab_size
+            measured, seconds = measure(config, vocab_size, batch, args)
+            plain = plain or measured
+            predicted = predict(config, vocab_size, batch, args.activation_checkpointing)
+            row = {
+                "model": name,
+                "block_size": config.block_size,
+                "micro_batch": batch,
+                "dropout": config.dropout,
+                "flags": " ".join(variant) or "none",
+                "measured_mb": f"{measured / 2**20:.3f}",
+                # The compiler decides what it saves, and what it computes again.
+                "predicted_mb": "-" if args.compile else f"{predicted / 2**20:.3f}",
+                "less": f"{plain / measured:.2f}",
+                "seconds": f"{seconds:.3f}",
+            }
+            writer.writerow(row)
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
