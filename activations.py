@@ -61,18 +61,14 @@ def notes(args, device: torch.device) -> list[str]:
 class Saved:
     """What autograd saves: offloaded if the flags say so, and counted until count() is called, after the first step.
 
-    `blocks` are the model's blocks, which are compiled and checkpointed as the flags say, by `library`: the
-    library's checkpoint(function, *inputs), non-reentrant (default: PyTorch's). `hides_inputs` says that it holds
-    the blocks' inputs by itself, out of autograd's sight, as DeepSpeed's does.
+    `blocks` are the model's blocks, which are compiled and checkpointed as the flags say.
 
     Each storage counts once, for as long as autograd holds it. Not counted are parameters, also where a strategy
     has gathered them, and integers: tokens, targets and positions are the data, not activations.
     """
 
-    def __init__(self, args, device: torch.device, blocks=(), library=None, hides_inputs: bool = False):
+    def __init__(self, args, device: torch.device, blocks=()):
         self.checkpoints = args.activation_checkpointing
-        self.library = library or partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-        self.hides_inputs = hides_inputs
         self.offload = Offload(device) if args.activation_offload else None
         self.counting = True
         self.holders: dict[int, int] = {}  # address of a storage: how many tensors that autograd holds look into it
@@ -110,9 +106,7 @@ class Saved:
             outputs = function(*inputs)
             self.block = self.held - before - sum(storage_of(x).nbytes() for x in inputs)
             return outputs
-        if self.counting and self.hides_inputs:
-            function = HeldUntilSecondCall(function, [Kept(self, x, x) for x in inputs])
-        return self.library(function, *inputs)
+        return torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
 
     def pack(self, tensor: torch.Tensor):
         """The hook that autograd calls with each tensor it saves: it holds what this returns."""
@@ -161,19 +155,6 @@ class Kept:
             if not self.saved.holders[self.key]:
                 del self.saved.holders[self.key]
                 self.saved.held -= self.size
-
-
-class HeldUntilSecondCall:
-    """A block's function: called in the forward pass, and again in the backward pass, when its inputs are released."""
-
-    def __init__(self, function, held: list[Kept]):
-        self.function, self.held, self.calls = function, held, 0
-
-    def __call__(self, *inputs):
-        self.calls += 1
-        if self.calls > 1:
-            self.held.clear()
-        return self.function(*inputs)
 
 
 # ---- offload ------------------------------------------------------------------------------------
@@ -292,7 +273,7 @@ def predict(config: gptlite.GPTConfig, vocab_size: int, batch: int, checkpointin
         attention = 2 * d + (d if batch > 1 else 3 * d) + 3 * H * T
         mask = d  # fp32 on a CPU
     else:
-        attention = 3 * d + H  # q, k, v, and of each head the logarithm of the softmax's sum; the output is proj's input
+        attention = 3 * d + H  # q, k, v, and for each head the logarithm of the softmax's sum
         mask = 0
     #        norm1  qkv's input   proj's input    norm2  up's input  ReLU's output, down's input
     block = norm + d + attention + d + mask + norm + d + 4 * d + mask

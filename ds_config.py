@@ -185,8 +185,7 @@ def flag_values(config: dict, path: str, world_size: int) -> dict:
     if "scheduler" not in config:
         found["warmup_steps"] = 0  # DeepSpeed then keeps the learning rate constant
     fp16 = bool(get(config, "fp16.enabled"))
-    if "activation_checkpointing" in config or get(config, "pipeline.activation_checkpoint_interval"):
-        found["activation_checkpointing"] = True
+    found |= read_checkpointing(config, path)
     found["precision"] = "bf16" if get(config, "bf16.enabled") else "fp16" if fp16 else "fp32"
     return found
 
@@ -200,9 +199,7 @@ def apply_flags(config: dict, path: str, args, given: dict, world_size: int) -> 
             what = f'sets "{key}", which {path} leaves open' if old is None else f'replaces {old} ("{key}" of {path})'
             changes.append(f"config: --{name.replace('_', '-')} {value} {what}")
 
-    if args.activation_checkpointing and "activation_checkpointing" not in config:
-        changes.append(f'config: --activation-checkpointing sets "activation_checkpointing", which {path} leaves open')
-        config["activation_checkpointing"] = {}
+    changes += write_checkpointing(config, path, args)
 
     config["train_batch_size"] = args.batch_size
     config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
@@ -253,7 +250,6 @@ def parse_args(parser, world_size: int):
     changes = apply_flags(config, path, args, given, world_size)
     if args.device == "cpu" or not torch.accelerator.is_available():
         changes += switch_off_pinning(config)
-    changes += prepare_checkpointing(config, path, args)
     return args, config, changes
 
 
@@ -315,61 +311,55 @@ def switch_off_pinning(config: dict) -> list[str]:
 
 # ---- activation checkpointing -------------------------------------------------------------------
 
-CHECKPOINTING = {
-    "partition_activations": bool,
-    "contiguous_memory_optimization": bool,
+# The options of DeepSpeed's own checkpoint function, which the scripts do not use: under ZeRO-3 its non-reentrant
+# one, of DeepSpeed 0.19.8, ends in "The size of tensor a (0) must match"; it computes a block again without the
+# autocast it had; and what it holds, it holds out of autograd's sight, where it is neither counted nor offloaded.
+# PyTorch's works with every stage, and with the pipeline.
+OPTIONS = {
     "cpu_checkpointing": bool,
     "number_checkpoints": int,
+    "partition_activations": bool,
+    "contiguous_memory_optimization": bool,
     "synchronize_checkpoint_boundary": bool,
     "profile": bool,
 }
 
 
-def prepare_checkpointing(config: dict, path: str, args) -> list[str]:
-    """Check the JSON's "activation_checkpointing", of which DeepSpeed ignores what it does not know; a line for
-    each value that does not go here."""
-    section, changes = config.get("activation_checkpointing", {}), []
-    for key, value in section.items():
-        if key not in CHECKPOINTING:
-            near = difflib.get_close_matches(key, CHECKPOINTING, 1)
+def read_checkpointing(config: dict, path: str) -> dict:
+    """What "activation_checkpointing" and "pipeline" of the JSON say, as flags; the first does by being there."""
+    section, found = config.get("activation_checkpointing"), {}
+    for key, value in (section or {}).items():
+        if key not in OPTIONS:
+            near = difflib.get_close_matches(key, OPTIONS, 1)
             hint = f': did you mean "{near[0]}"?' if near else ""
             fail(f'{path}: DeepSpeed does not know "activation_checkpointing.{key}" and would ignore it{hint}')
-        kind = CHECKPOINTING[key]
-        if type(value) is not kind and not (kind is int and value is None):
-            what = "true or false" if kind is bool else "a whole number"
+        if type(value) is not OPTIONS[key] and (value is not None or key != "number_checkpoints"):
+            what = "true or false" if OPTIONS[key] is bool else "a whole number"
             fail(f'{path}: "activation_checkpointing.{key}" must be {what}, not {json.dumps(value)}')
-    for key in ("partition_activations", "contiguous_memory_optimization"):
-        if section.get(key):
-            fail(f'{path}: "activation_checkpointing.{key}" cuts activations over model-parallel processes: none here')
-    interval = get(config, "pipeline.activation_checkpoint_interval")
-    if interval is not None and (type(interval) is not int or interval < 0):
+        if value is True and key != "cpu_checkpointing":
+            fail(f'{path}: "activation_checkpointing.{key}" is not for these scripts: leave it out')
+    interval = get(config, "pipeline.activation_checkpoint_interval") or 0
+    if type(interval) is not int or interval < 0:
         fail(f'{path}: "pipeline.activation_checkpoint_interval" must be a whole number, not {json.dumps(interval)}')
-    if args.activation_checkpointing and get(config, "torch_autocast.enabled"):
-        fail(f'{path}: DeepSpeed computes a block again without the "torch_autocast" it had: give "bf16" in its place')
-    # The scripts hand DeepSpeed its non-reentrant function themselves.
-    if config.get("pipeline", {}).pop("use_reentrant", False):
+    if section is not None or interval:
+        found["activation_checkpointing"] = True
+    if get(config, "activation_checkpointing.cpu_checkpointing"):
+        found["activation_offload"] = True
+    return found
+
+
+def write_checkpointing(config: dict, path: str, args) -> list[str]:
+    """Write the flags into the config; a line for each thing that they, or the scripts, change."""
+    changes = []
+    if args.activation_checkpointing and "activation_checkpointing" not in config:
+        config["activation_checkpointing"] = {}
+        changes.append(f'config: --activation-checkpointing sets "activation_checkpointing", which {path} leaves open')
+    if args.activation_checkpointing and args.activation_offload:
+        config["activation_checkpointing"]["cpu_checkpointing"] = True
+    reentrant = config.get("pipeline", {}).pop("use_reentrant", False)  # false would bring in DeepSpeed's function
+    if reentrant:
         changes.append(f'config: "pipeline.use_reentrant" of {path} is not used: checkpointing is non-reentrant')
-    on_cpu = args.device == "cpu" or not torch.accelerator.is_available()
-    if args.activation_checkpointing and args.activation_offload and not on_cpu:
-        section["cpu_checkpointing"] = True  # DeepSpeed holds the blocks' inputs, and moves them by itself
-    elif section.get("cpu_checkpointing") and on_cpu:
-        section["cpu_checkpointing"] = False  # DeepSpeed 0.19.8 would empty the inputs, whose copies they are
-        changes.append("config: cpu_checkpointing is switched off: without a GPU everything is in CPU memory")
     return changes
-
-
-def checkpoint_function(config: dict):
-    """DeepSpeed's non-reentrant checkpoint(function, *inputs), set up as the JSON says. Needs the process group."""
-    import deepspeed
-
-    section = config.get("activation_checkpointing", {})
-    deepspeed.checkpointing.configure(
-        None,  # no model parallelism
-        checkpoint_in_cpu=section.get("cpu_checkpointing"),
-        synchronize=section.get("synchronize_checkpoint_boundary"),
-        profile=section.get("profile"),
-    )
-    return deepspeed.checkpointing.non_reentrant_checkpoint
 
 
 def prepare(config: dict, args) -> int:

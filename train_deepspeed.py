@@ -62,14 +62,13 @@ def main():
         model = harness.get_model(args, vocab_size)
     n_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     torch.manual_seed(args.seed + rank)  # from here on, randomness (dropout) differs between processes
+    saved = activations.Saved(args, device, model.blocks)  # counts what autograd saves, until saved.count()
 
     # The strategy: the engine takes model, data, optimizer and schedule, and does with them what the
     # JSON says. Its loader has a sampler that deals one shuffled order out to all processes.
     engine, _, loader, _ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), training_data=train_set, config=config
     )
-    checkpoint = ds_config.checkpoint_function(config)
-    saved = activations.Saved(args, device, engine.module.blocks, checkpoint, hides_inputs=True)
     loader.data_sampler.seed = args.seed
     loader.num_local_io_workers = 0  # a sample is a slice of the text: worker processes cost more than they save
     loader.pin_memory = device.type != "cpu"

@@ -90,7 +90,9 @@ def main():
     for index, process in enumerate(placement):
         if process == pipeline_rank:
             stage = Stage(args, config, vocab_size, blocks[index], index == 0, index == len(placement) - 1)
-            stages.append(PipelineStage(stage.to(device), index, len(placement), device, group=pipeline_group))
+            # Told what comes in and goes out, the library need not find out by a forward and backward of its own.
+            shapes = pipeline.shapes(args, config, vocab_size, index, len(placement), device)
+            stages.append(PipelineStage(stage.to(device), index, len(placement), device, *shapes, group=pipeline_group))
     model = nn.ModuleList(stage.submod for stage in stages)
     n_parameters = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
     dist.all_reduce(n_parameters, group=pipeline_group)
