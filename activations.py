@@ -42,9 +42,9 @@ def add_flags(add) -> None:
 
 def find_problem(args, device: torch.device) -> str | None:
     """Why the flags cannot be had here, in a line; None if they can."""
-    # On a GPU, torch.compile compiles C++ too, what launches its kernels.
-    if args.compile and not any(shutil.which(name) for name in (os.environ.get("CXX") or "g++", "clang++", "g++")):
-        return "--compile needs a C++ compiler: install one (Debian, Ubuntu: apt install g++), or leave --compile out"
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch.compile looks for it
+    if args.compile and shutil.which(compiler) is None:
+        return f"--compile needs a C++ compiler, and there is no {compiler} (Debian, Ubuntu: apt install g++)"
     return None
 
 
@@ -67,6 +67,8 @@ class Saved:
     has gathered them, and integers: tokens, targets and positions are the data, not activations.
     """
 
+    hooks = None  # those that are in force: one pair at a time
+
     def __init__(self, args, device: torch.device, blocks=()):
         self.checkpoints = args.activation_checkpointing
         self.offload = Offload(device) if args.activation_offload else None
@@ -80,9 +82,10 @@ class Saved:
                 block.forward = torch.compile(block.forward)
             if self.checkpoints:
                 block.forward = partial(self.checkpoint, block.forward)
-        # Until count(), or to the end of the training where they offload.
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        self.hooks.__enter__()
+        # In force until count(); where they offload, to the end, or until the next training.
+        self.stop_hooks()
+        Saved.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        Saved.hooks.__enter__()
 
     def count(self) -> dict[str, int]:
         """Bytes at the peak of the first step; ends the counting.
@@ -92,8 +95,14 @@ class Saved:
         """
         self.counting = False
         if not self.offload:
-            self.hooks.__exit__(None, None, None)
+            self.stop_hooks()
         return {"Activations": self.peak} | ({"BlockActivations": self.block or 0} if self.checkpoints else {})
+
+    @staticmethod
+    def stop_hooks() -> None:
+        if Saved.hooks:
+            Saved.hooks.__exit__(None, None, None)
+        Saved.hooks = None
 
     def checkpoint(self, function, *inputs):
         """function(*inputs), of which only the inputs are held until the backward pass computes it again."""
@@ -303,8 +312,7 @@ def measure(config: gptlite.GPTConfig, vocab_size: int, batch: int, args) -> tup
         F.cross_entropy(logits.flatten(0, -2), tokens.flatten()).backward()
         seconds.append(time.perf_counter() - start)
         found = found or saved.count()
-    if saved.offload:
-        saved.hooks.__exit__(None, None, None)
+    saved.stop_hooks()
     return found["Activations"], min(seconds[1:])
 
 
