@@ -299,14 +299,14 @@ VARIANTS = [[], ["--activation-checkpointing"], ["--activation-offload"], ["--co
 VARIANTS += [["--activation-checkpointing", "--compile"]]
 
 
-def measure(config: gptlite.GPTConfig, vocab_size: int, batch: int, args) -> tuple[int, float]:
-    """Bytes at the peak of one training step on random tokens, and the seconds of the fastest of three later ones."""
+def measure(config: gptlite.GPTConfig, vocab_size: int, batch: int, args, n_steps: int = 4) -> tuple[int, float]:
+    """Bytes at the peak of one training step on random tokens, and the seconds of the fastest of the later ones."""
     device = torch.device("cpu")
     model = gptlite.GPTlite(vocab_size, config)
     tokens = torch.randint(vocab_size, (batch, config.block_size))
     saved = Saved(args, device, model.blocks)
     found, seconds = None, []
-    for _ in range(4):
+    for _ in range(n_steps):
         start = time.perf_counter()
         logits = model(tokens)
         F.cross_entropy(logits.flatten(0, -2), tokens.flatten()).backward()

@@ -36,7 +36,7 @@ SHAPES = {
     "nano": (gptlite.get_config("nano"), 65, 4),
     "odd": (gptlite.GPTConfig(n_layer=3, n_embd=30, n_head=5, block_size=17), 7, 3),
     "one of each": (gptlite.GPTConfig(n_layer=1, n_embd=64, n_head=1, block_size=8), 65, 1),
-    "long": (gptlite.GPTConfig(n_layer=2, n_embd=64, n_head=4, block_size=1024), 65, 1),
+    "long": (gptlite.GPTConfig(n_layer=2, n_embd=64, n_head=4, block_size=512), 65, 1),
 }
 
 
@@ -46,7 +46,7 @@ SHAPES = {
 def test_the_count_is_what_theory_says(shape, dropout, string):
     config, vocab_size, batch = SHAPES[shape]
     config = gptlite.replace(config, dropout=dropout)
-    measured, _ = activations.measure(config, vocab_size, batch, flags(string))
+    measured, _ = activations.measure(config, vocab_size, batch, flags(string), n_steps=2)
     assert measured == activations.predict(config, vocab_size, batch, checkpointing=CHECKPOINTING in string)
 
 
@@ -54,7 +54,9 @@ def test_the_factor_grows_with_the_blocks():
     factors = []
     for n_layer in (1, 4, 12):
         config = gptlite.get_config("nano", n_layer=n_layer)
-        plain, less = (activations.measure(config, 65, 2, flags(string))[0] for string in ("", CHECKPOINTING))
+        plain, less = (
+            activations.measure(config, 65, 2, flags(string), n_steps=2)[0] for string in ("", CHECKPOINTING)
+        )
         factors.append(plain / less)
     assert factors[0] == 1  # the one block is computed again: all of it is held then
     assert 2.5 < factors[1] < 3.5
@@ -64,9 +66,9 @@ def test_the_factor_grows_with_the_blocks():
     assert 10 < factor < 12
 
 
-def train(string, dropout=0.1, n_steps=3):
+def train(string, dropout=0.1, n_steps=3, n_layer=3):
     """Losses and gradients of a few steps, and what was saved."""
-    config = gptlite.get_config("nano", n_layer=3, dropout=dropout)
+    config = gptlite.get_config("nano", n_layer=n_layer, dropout=dropout)
     model = gptlite.GPTlite(65, config)
     torch.manual_seed(1)
     saved, losses = activations.Saved(flags(string), torch.device("cpu"), model.blocks), []
@@ -104,6 +106,18 @@ def test_names_stay_as_they_are():
     names = list(model.state_dict())
     activations.Saved(flags(BOTH + COMPILE), torch.device("cpu"), model.blocks)
     assert list(model.state_dict()) == names
+
+
+def test_compiled_blocks_share_one_compilation(tmp_path, monkeypatch):
+    """More blocks than Dynamo compiles versions of one function (8); an evaluation, at another length, is another two."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counters = torch._dynamo.utils.counters
+    torch.compiler.reset()
+    counters.clear()
+    (losses, gradients, _), (expected, expected_gradients, _) = (train(s, 0.0, n_layer=9) for s in (COMPILE, ""))
+    assert losses == pytest.approx(expected, rel=1e-5)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-3, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_an_evaluation_saves_nothing():
@@ -199,6 +213,7 @@ def test_ddp_trains_the_same(several):
     assert bf16["Activations"] < 0.8 * plain["Activations"]
 
 
+@pytest.mark.full
 def test_ddp_compiled(several, tmp_path):
     # Nine blocks are more than Dynamo compiles versions of one function: they must share one.
     environment = {"TORCHINDUCTOR_CACHE_DIR": tmp_path, "TORCH_LOGS": ""}
