@@ -54,9 +54,8 @@ def test_the_factor_grows_with_the_blocks():
     factors = []
     for n_layer in (1, 4, 12):
         config = gptlite.get_config("nano", n_layer=n_layer)
-        plain, less = (
-            activations.measure(config, 65, 2, flags(string), n_steps=2)[0] for string in ("", CHECKPOINTING)
-        )
+        plain, _ = activations.measure(config, 65, 2, flags(), n_steps=2)
+        less, _ = activations.measure(config, 65, 2, flags(CHECKPOINTING), n_steps=2)
         factors.append(plain / less)
     assert factors[0] == 1  # the one block is computed again: all of it is held then
     assert 2.5 < factors[1] < 3.5
@@ -108,16 +107,42 @@ def test_names_stay_as_they_are():
     assert list(model.state_dict()) == names
 
 
-def test_compiled_blocks_share_one_compilation(tmp_path, monkeypatch):
-    """More blocks than Dynamo compiles versions of one function (8); an evaluation, at another length, is another two."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    counters = torch._dynamo.utils.counters
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that torch.compile has made, which here are not compiled to C++: that takes a minute."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_ = torch.compile
     torch.compiler.reset()
-    counters.clear()
-    (losses, gradients, _), (expected, expected_gradients, _) = (train(s, 0.0, n_layer=9) for s in (COMPILE, ""))
+    monkeypatch.setattr("torch.compile", lambda function: compile_(function, backend=backend))
+    yield graphs
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("string", [COMPILE, COMPILE + BOTH])
+def test_compiled_blocks_share_one_graph(graphs, string):
+    """There are more blocks than Dynamo keeps versions of one function (8)."""
+    (losses, gradients, _), (expected, expected_gradients, _) = (train(s, 0.0, n_layer=9) for s in (string, ""))
     assert losses == pytest.approx(expected, rel=1e-5)
     torch.testing.assert_close(gradients, expected_gradients, rtol=1e-3, atol=1e-6)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert len(graphs) == 1
+
+
+def test_an_evaluation_compiles_few_graphs(graphs):
+    """Without gradients is a graph, and the first other shape one for all others; a sample grows token by token."""
+    model = gptlite.get_model(65, "nano")
+    activations.Saved(flags(COMPILE), torch.device("cpu"), model.blocks)
+    model(torch.zeros((4, 64), dtype=torch.int64)).sum().backward()
+    assert len(graphs) == 1
+    with torch.no_grad():
+        for batch in (4, 4, 3, 2, 4):
+            model(torch.zeros((batch, 64), dtype=torch.int64))
+    model.generate(torch.zeros((1, 1), dtype=torch.int64), 40)
+    assert len(graphs) <= 6
 
 
 def test_an_evaluation_saves_nothing():
@@ -210,7 +235,9 @@ def test_ddp_trains_the_same(several):
     assert plain["losses"] != bf16["losses"]
     check_count(plain, "")
     check_count(both, BOTH)
-    assert bf16["Activations"] < 0.8 * plain["Activations"]
+    # Half of it in bf16, but for the norms' inputs; and autocast's copies of the weights, 2 bytes per parameter.
+    copies = 2 * 816_640 / 2**30
+    assert bf16["Activations"] - copies < 0.65 * plain["Activations"]
 
 
 @pytest.mark.full
