@@ -371,6 +371,11 @@ def prepare(config: dict, args) -> int:
     if shutil.which("ninja") is None:  # pip's ninja lies beside Python, which may have been called by its path
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(sys.executable)])
     stage = zero_stage(config, path)
+    if stage == 3 and args.compile:
+        fail(
+            f"{path}: ZeRO-3 fetches parameters inside of what --compile would compile, which then compiles anew for "
+            "each layer and gives up: leave --compile out, or take ZeRO-2"
+        )
     use_swap_folder(config, path, args.nvme_path)
     load_ops(config, path)
     return stage

@@ -46,7 +46,7 @@ SHAPES = {
 def test_the_count_is_what_theory_says(shape, dropout, string):
     config, vocab_size, batch = SHAPES[shape]
     config = gptlite.replace(config, dropout=dropout)
-    measured, _ = activations.measure(config, vocab_size, batch, flags(string), n_steps=2)
+    measured = activations.measure(config, vocab_size, batch, flags(string))
     assert measured == activations.predict(config, vocab_size, batch, checkpointing=CHECKPOINTING in string)
 
 
@@ -54,8 +54,8 @@ def test_the_factor_grows_with_the_blocks():
     factors = []
     for n_layer in (1, 4, 12):
         config = gptlite.get_config("nano", n_layer=n_layer)
-        plain, _ = activations.measure(config, 65, 2, flags(), n_steps=2)
-        less, _ = activations.measure(config, 65, 2, flags(CHECKPOINTING), n_steps=2)
+        plain = activations.measure(config, 65, 2, flags())
+        less = activations.measure(config, 65, 2, flags(CHECKPOINTING))
         factors.append(plain / less)
     assert factors[0] == 1  # the one block is computed again: all of it is held then
     assert 2.5 < factors[1] < 3.5
@@ -123,7 +123,7 @@ def graphs(monkeypatch):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("string", [COMPILE, COMPILE + BOTH])
+@pytest.mark.parametrize("string", [pytest.param(COMPILE, marks=pytest.mark.full), COMPILE + BOTH])
 def test_compiled_blocks_share_one_graph(graphs, string):
     """There are more blocks than Dynamo keeps versions of one function (8)."""
     (losses, gradients, _), (expected, expected_gradients, _) = (train(s, 0.0, n_layer=9) for s in (string, ""))
@@ -132,6 +132,7 @@ def test_compiled_blocks_share_one_graph(graphs, string):
     assert len(graphs) == 1
 
 
+@pytest.mark.full
 def test_an_evaluation_compiles_few_graphs(graphs):
     """Without gradients is a graph, and the first other shape one for all others; a sample grows token by token."""
     model = gptlite.get_model(65, "nano")
