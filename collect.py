@@ -9,7 +9,9 @@ mean of what was allocated at the end of the logged steps, `memory_max_gb` the p
 began, both of the process that needs most; on a CPU both are the resident set (RSS). `parameters_gb`,
 `gradients_gb` and `optimizer_gb` are the model states that one process holds in memory, `model_states_gb`
 their sum; `offloaded_gb` is the part of it that DeepSpeed keeps in CPU memory in place of a GPU's (without
-a GPU: would keep), `on_disk_gb` what it has swapped out. Losses are in nats per token.
+a GPU: would keep), `on_disk_gb` what it has swapped out. `activations_gb` is what autograd holds at most for
+the backward pass, `block_activations_gb` the part of it that one block holds while it is computed again.
+Losses are in nats per token.
 
 A row whose status is not `ok` has `-` for its numbers, and a reason. A number that is missing in a
 log with status ok is an error: exit code 1, and the row says `failed`.
@@ -39,6 +41,9 @@ METER = {
 }
 SAMPLES = ["strategy", "step", *METER]
 STATES = ["parameters_gb", "gradients_gb", "optimizer_gb"]
+# What autograd holds at the peak of a micro-batch, and, with checkpointing, the part of it that is one block's. Logs of
+# before these were counted do not have them.
+ACTIVATIONS = {"activations_gb": "Activations", "block_activations_gb": "BlockActivations"}
 # Only runs that offload print these: what of the states is in CPU memory in place of a GPU's, and what more is on disk.
 OFFLOAD = {"offloaded_gb": "Offloaded", "on_disk_gb": "OnDisk"}
 SETTINGS = ["model", "parameters", "processes", "device", "precision", "batch", "micro_batch", "steps"]
@@ -52,7 +57,7 @@ NUMBERS = [
 ]
 LOSSES = ["final_loss", "validation_loss"]
 ALSO = ["block_size", "text", "optimizer", "torch", "seconds"]
-SUMMARY = ["strategy", "command", *SETTINGS, *NUMBERS, *LOSSES, "status", "reason", *ALSO, *OFFLOAD]
+SUMMARY = ["strategy", "command", *SETTINGS, *NUMBERS, *LOSSES, "status", "reason", *ALSO, *OFFLOAD, *ACTIVATIONS]
 
 
 class LogError(Exception):
@@ -161,6 +166,10 @@ def summary_numbers(log: Log) -> dict:
             name: number(log, log.meters[-1], key, "meter") if key in log.meters[-1] else 0.0
             for name, key in OFFLOAD.items()
         },
+        **{
+            name: number(log, log.meters[-1], key, "meter") if key in log.meters[-1] else "-"
+            for name, key in ACTIVATIONS.items()
+        },
         "final_loss": last["loss"],
         "validation_loss": number(log, log.result, "validation_loss", "result") if evaluated else "-",
     }
@@ -266,11 +275,15 @@ def table(rows: list[dict]) -> list[list[str]]:
         f"maximum {memory} ({unit})",
     ]
     header += [f"{name} ({states_unit})" for name in ("parameters", "gradients", "optimizer", "model states")]
+    activations = [f"activations ({states_unit})"] if any(row["activations_gb"] != "-" for row in rows) else []
+    header += activations
     header += ["final loss", "validation loss", "status"]
     cells = [header]
     for row in rows:
         if row["status"] != "ok":
-            cells.append([row["strategy"], row["processes"], *["-"] * 10, f"{row['status']}: {row['reason']}"])
+            cells.append(
+                [row["strategy"], row["processes"], *["-"] * (len(header) - 3), f"{row['status']}: {row['reason']}"]
+            )
             continue
         cells.append(
             [
@@ -281,6 +294,7 @@ def table(rows: list[dict]) -> list[list[str]]:
             ]
             + [f"{row[key] * factor:.2f}" for key in ("memory_average_gb", "memory_max_gb")]
             + [f"{row[key] * states_factor:.2f}" for key in (*STATES, "model_states_gb")]
+            + [f"{v * states_factor:.2f}" if isinstance(v := row["activations_gb"], float) else v for _ in activations]
             + [f"{v:.4f}" if isinstance(v := row[key], float) else v for key in LOSSES]
             + ["ok"]
         )

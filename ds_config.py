@@ -117,7 +117,7 @@ def read(path: str) -> dict:
             if near:
                 fail(f'{path}: DeepSpeed does not know "{key}" and would ignore it: did you mean "{near[0]}"?')
             print(f'warning: {path}: DeepSpeed does not document "{key}" and may ignore it', file=sys.stderr)
-    for key in ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16"):
+    for key in ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16", "activation_checkpointing", "pipeline"):
         if not isinstance(config.get(key, {}), dict):
             fail(f'{path}: "{key}" must be an object, {{...}}, not {json.dumps(config[key])}')
     return config
@@ -185,6 +185,7 @@ def flag_values(config: dict, path: str, world_size: int) -> dict:
     if "scheduler" not in config:
         found["warmup_steps"] = 0  # DeepSpeed then keeps the learning rate constant
     fp16 = bool(get(config, "fp16.enabled"))
+    found |= read_checkpointing(config, path)
     found["precision"] = "bf16" if get(config, "bf16.enabled") else "fp16" if fp16 else "fp32"
     return found
 
@@ -197,6 +198,8 @@ def apply_flags(config: dict, path: str, args, given: dict, world_size: int) -> 
         if value != old:
             what = f'sets "{key}", which {path} leaves open' if old is None else f'replaces {old} ("{key}" of {path})'
             changes.append(f"config: --{name.replace('_', '-')} {value} {what}")
+
+    changes += write_checkpointing(config, path, args)
 
     config["train_batch_size"] = args.batch_size
     config["train_micro_batch_size_per_gpu"] = args.micro_batch_size
@@ -306,6 +309,59 @@ def switch_off_pinning(config: dict) -> list[str]:
     return ["config: pin_memory is switched off: this machine has no GPU to copy to"] if pinned else []
 
 
+# ---- activation checkpointing -------------------------------------------------------------------
+
+# The options of DeepSpeed's own checkpoint function, which the scripts do not use: under ZeRO-3 its non-reentrant
+# one, of DeepSpeed 0.19.8, ends in "The size of tensor a (0) must match"; it computes a block again without the
+# autocast it had; and what it holds, it holds out of autograd's sight, where it is neither counted nor offloaded.
+# PyTorch's works with every stage, and with the pipeline.
+OPTIONS = {
+    "cpu_checkpointing": bool,
+    "number_checkpoints": int,
+    "partition_activations": bool,
+    "contiguous_memory_optimization": bool,
+    "synchronize_checkpoint_boundary": bool,
+    "profile": bool,
+}
+
+
+def read_checkpointing(config: dict, path: str) -> dict:
+    """What "activation_checkpointing" and "pipeline" of the JSON say, as flags; the first does by being there."""
+    section, found = config.get("activation_checkpointing"), {}
+    for key, value in (section or {}).items():
+        if key not in OPTIONS:
+            near = difflib.get_close_matches(key, OPTIONS, 1)
+            hint = f': did you mean "{near[0]}"?' if near else ""
+            fail(f'{path}: DeepSpeed does not know "activation_checkpointing.{key}" and would ignore it{hint}')
+        if type(value) is not OPTIONS[key] and (value is not None or key != "number_checkpoints"):
+            what = "true or false" if OPTIONS[key] is bool else "a whole number"
+            fail(f'{path}: "activation_checkpointing.{key}" must be {what}, not {json.dumps(value)}')
+        if value is True and key != "cpu_checkpointing":
+            fail(f'{path}: "activation_checkpointing.{key}" is not for these scripts: leave it out')
+    interval = get(config, "pipeline.activation_checkpoint_interval") or 0
+    if type(interval) is not int or interval < 0:
+        fail(f'{path}: "pipeline.activation_checkpoint_interval" must be a whole number, not {json.dumps(interval)}')
+    if section is not None or interval:
+        found["activation_checkpointing"] = True
+    if get(config, "activation_checkpointing.cpu_checkpointing"):
+        found["activation_offload"] = True
+    return found
+
+
+def write_checkpointing(config: dict, path: str, args) -> list[str]:
+    """Write the flags into the config; a line for each thing that they, or the scripts, change."""
+    changes = []
+    if args.activation_checkpointing and "activation_checkpointing" not in config:
+        config["activation_checkpointing"] = {}
+        changes.append(f'config: --activation-checkpointing sets "activation_checkpointing", which {path} leaves open')
+    if args.activation_checkpointing and args.activation_offload:
+        config["activation_checkpointing"]["cpu_checkpointing"] = True
+    reentrant = config.get("pipeline", {}).pop("use_reentrant", False)  # false would bring in DeepSpeed's function
+    if reentrant:
+        changes.append(f'config: "pipeline.use_reentrant" of {path} is not used: checkpointing is non-reentrant')
+    return changes
+
+
 def prepare(config: dict, args) -> int:
     """Check what only DeepSpeed can check, make swap folder and C++ code ready; returns the ZeRO stage."""
     path = args.deepspeed_config
@@ -315,6 +371,11 @@ def prepare(config: dict, args) -> int:
     if shutil.which("ninja") is None:  # pip's ninja lies beside Python, which may have been called by its path
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(sys.executable)])
     stage = zero_stage(config, path)
+    if stage == 3 and args.compile:
+        fail(
+            f"{path}: ZeRO-3 fetches parameters inside of what --compile would compile, which then compiles anew for "
+            "each layer and gives up: leave --compile out, or take ZeRO-2"
+        )
     use_swap_folder(config, path, args.nvme_path)
     load_ops(config, path)
     return stage

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import accounting
+import activations
 import gptlite
 import launcher
 
@@ -81,6 +82,7 @@ def build_parser(description: str) -> Parser:
     )
     add("--sample", type=number(int, 0), default=0, metavar="N", help="write N characters after the training")
     add("--seed", type=number(int, 0), default=0, help="of the weights, the order of the data and the dropout")
+    activations.add_flags(add)
     # deepspeed's launcher and torch's old one pass it; the environment says the same.
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
@@ -125,6 +127,8 @@ def pick_device(args, local_rank: int) -> tuple[torch.device, str]:
         backend = (
             "gloo" if processes > count else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         )
+    if problem := activations.find_problem(args, device):
+        fail(problem)
     args.model = args.model or ("nano" if device.type == "cpu" else "gpt3-small")
     # One process without a launcher needs an address too; port 0 is any free one.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -229,6 +233,7 @@ class Meter:
                 flush=True,
             )
         self.bar = None
+        self.print(*activations.notes(args, device))
         if self.rank == 0 and sys.stderr.isatty():
             from tqdm import tqdm
 

@@ -86,6 +86,11 @@ def check(schedule_name: str, args, p: int, m: int) -> None:
     """End with one line, on every process alike, if `m` micro-batches or the model's layers are too few."""
     if args.sample:
         harness.fail("--sample grows a text token by token, which a pipeline is not made for: leave it out")
+    if schedule_name == "ZBVZeroBubble" and (args.activation_checkpointing or args.compile):
+        harness.fail(
+            "ZBVZeroBubble takes the backward pass of a block apart, so that it can be neither checkpointed nor "
+            "compiled: give another --schedule, or leave --activation-checkpointing and --compile out"
+        )
     schedule = SCHEDULES[schedule_name]
     least = schedule.least_micro_batches(p)
     rounds = max(1, m // p)
@@ -145,6 +150,21 @@ def split_blocks(config: gptlite.GPTConfig, vocab_size: int, n_stages: int) -> l
         costs[cheapest] += block
     starts = [sum(counts[:stage]) for stage in range(n_stages)]
     return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def shapes(args, config: gptlite.GPTConfig, vocab_size: int, index: int, n_stages: int, device: torch.device):
+    """What goes into stage `index` and what comes out of it, for one micro-batch: tensors without values."""
+    B, T = args.micro_batch_size, config.block_size
+    compute = torch.bfloat16 if args.precision == "bf16" else torch.float32
+    between = torch.empty(B, T, config.n_embd, device=device, requires_grad=True)  # the sum of all blocks, in fp32
+    tokens = torch.empty(B, T, dtype=torch.int64, device=device)
+    logits = torch.empty(B, T, vocab_size, dtype=compute, device=device, requires_grad=True)
+    return tokens if index == 0 else between, logits if index == n_stages - 1 else between
+
+
+def blocks(stages) -> list[nn.Module]:
+    """The decoder blocks of this process's stages."""
+    return [block for stage in stages for block in stage.submod.blocks.values()]
 
 
 class ForwardThroughStages(nn.Module):

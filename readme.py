@@ -4,11 +4,12 @@
     python readme.py --check    exit with 1, and name them, if parts are out of date
 
 A part names what it shows: `diff A B` (two scripts without their docstrings), `table FOLDER` (a
-sweep's summary.csv), `bubble FOLDER` (predicted and measured, of its pipelines), `output COMMAND...`
-(what a command prints).
+sweep's summary.csv), `csv FILE` (a table as it is), `bubble FOLDER` (predicted and measured, of its
+pipelines), `output COMMAND...` (what a command prints).
 """
 
 import ast
+import csv
 import difflib
 import re
 import subprocess
@@ -42,6 +43,13 @@ def command(*arguments: str) -> str:
     return done.stdout
 
 
+def csv_table(path: str) -> str:
+    with open(ROOT / path, newline="", encoding="utf-8") as file:
+        header, *rows = csv.reader(file)
+    rule = ["---:" if rows and re.fullmatch(r"[\d.]+", rows[0][i]) else "---" for i in range(len(header))]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in [header, rule, *rows])
+
+
 def bubble(folder: str) -> str:
     lines = [
         "| schedule | processes | micro-batches | formula | predicted | measured |",
@@ -61,6 +69,8 @@ def content(name: str) -> str:
         return diff(*arguments)
     if kind == "table":
         return command("collect.py", arguments[0], "--markdown")
+    if kind == "csv":
+        return csv_table(arguments[0])
     if kind == "bubble":
         return bubble(arguments[0])
     if kind == "output":

@@ -34,7 +34,8 @@ END
 
 STRATEGIES="ddp fsdp_no_shard fsdp_shard_grad_op fsdp_full_shard fsdp_hybrid_shard
   zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_nvme
-  tp tp_sp tp_dp pp_gpipe pp_1f1b pp_interleaved pp_zbv pp_1f1b_dp deepspeed_pp"
+  tp tp_sp tp_dp pp_gpipe pp_1f1b pp_interleaved pp_zbv pp_1f1b_dp deepspeed_pp
+  ddp_checkpointing ddp_activation_offload fsdp_checkpointing"
 
 # What strategy $1 is: the script and its arguments, and what it needs here. Sets COMMAND and SHOWN, the
 # command as run and as written in the results; PROCESSES; and REASON, if it cannot run on this machine.
@@ -62,6 +63,9 @@ describe() {
     pp_zbv)             fits_layers 2 && copies 1 && with_torchrun train_pp.py --schedule ZBVZeroBubble ;;
     pp_1f1b_dp)         needs_mesh && copies 2 && with_torchrun train_pp.py --schedule 1F1B --pipeline-parallel-size 2 ;;
     deepspeed_pp)       needs_deepspeed && fits_layers 1 && copies 1 && with_deepspeed pp_zero1.json train_deepspeed_pp.py ;;
+    ddp_checkpointing)  with_torchrun train_ddp.py --activation-checkpointing ;;
+    ddp_activation_offload) with_torchrun train_ddp.py --activation-offload ;;
+    fsdp_checkpointing) with_torchrun train_fsdp.py --activation-checkpointing ;;
     *) return 1 ;;
   esac
 }

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import accounting
+import activations
 import harness
 
 
@@ -49,6 +50,7 @@ def main():
     model = harness.get_model(args, vocab_size)
     n_parameters = sum(p.numel() for p in model.parameters())
     torch.manual_seed(args.seed + rank)  # from here on, randomness (dropout) differs between processes
+    saved = activations.Saved(args, device, model.blocks)  # counts what autograd saves, until saved.count()
 
     # The strategy: gradients are averaged over all processes as the backward pass produces them,
     # and live in the buckets they are sent from, not in a copy beside them.
@@ -75,7 +77,7 @@ def main():
         optimizer.step()
         scheduler.step()
         if step == 1:
-            meter.states = accounting.model_states(model, optimizer)  # now all of them exist
+            meter.states = accounting.model_states(model, optimizer) | saved.count()  # now all of them exist
         optimizer.zero_grad(set_to_none=True)
         meter.step(step, step_loss)
 

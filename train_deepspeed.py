@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import accounting
+import activations
 import ds_config
 import harness
 
@@ -61,6 +62,7 @@ def main():
         model = harness.get_model(args, vocab_size)
     n_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     torch.manual_seed(args.seed + rank)  # from here on, randomness (dropout) differs between processes
+    saved = activations.Saved(args, device, model.blocks)  # counts what autograd saves, until saved.count()
 
     # The strategy: the engine takes model, data, optimizer and schedule, and does with them what the
     # JSON says. Its loader has a sampler that deals one shuffled order out to all processes.
@@ -91,7 +93,7 @@ def main():
             engine.step()
             step_loss += loss.detach() / accumulation
         if step == 1:
-            meter.states = states.count()
+            meter.states = states.count() | saved.count()
         meter.step(step, step_loss)
 
     meter.close()

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import accounting
+import activations
 import ds_config
 import gptlite
 import harness
@@ -74,8 +75,19 @@ def main():
         LayerSpec(nn.LayerNorm, shape.n_embd),
         LayerSpec(gptlite.Linear, shape.n_embd, vocab_size, bias=False, generator=generators[-1]),
     ]
+    saved = activations.Saved(args, device)  # counts what autograd saves, until saved.count()
     # (partition_method "parameters" would build every layer on every process, to count.)
-    model = PipelineModule(layers, num_stages=pipeline_parallel_size, loss_fn=get_loss, partition_method="type:Block")
+    model = PipelineModule(
+        layers,
+        num_stages=pipeline_parallel_size,
+        loss_fn=get_loss,
+        partition_method="type:Block",
+        activation_checkpoint_interval=int(args.activation_checkpointing),
+        activation_checkpoint_func=saved.checkpoint,
+        checkpointable_layers=["Block"],
+    )
+    if args.compile:
+        model.compile()  # each layer
     n_parameters = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
     dist.all_reduce(n_parameters)
     torch.manual_seed(args.seed + rank)  # from here on, randomness (dropout) differs between processes
@@ -103,7 +115,7 @@ def main():
         step_loss = engine.train_batch(batches)
         if step == 1:
             counting.remove()
-            meter.states = states.count()
+            meter.states = states.count() | saved.count()
         meter.step(step, step_loss)
 
     meter.close()

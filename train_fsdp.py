@@ -30,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.data import DataLoader, DistributedSampler
 
 import accounting
+import activations
 import harness
 
 
@@ -63,6 +64,7 @@ def main():
     n_parameters = sum(p.numel() for p in model.parameters())
     whole = model.state_dict() if rank == 0 else {}
     torch.manual_seed(args.seed + rank)  # from here on, randomness (dropout) differs between processes
+    saved = activations.Saved(args, device, model.blocks)  # counts what autograd saves, until saved.count()
 
     # The strategy: each block is a unit that is gathered, computed and dropped again; the root takes
     # what is left (embeddings, last norm, head). Dimension 0 of the mesh replicates, dimension 1 shards.
@@ -111,7 +113,7 @@ def main():
         optimizer.step()
         scheduler.step()
         if step == 1:
-            meter.states = accounting.model_states(model, optimizer)  # now all of them exist
+            meter.states = accounting.model_states(model, optimizer) | saved.count()  # now all of them exist
         optimizer.zero_grad(set_to_none=True)
         meter.step(step, step_loss)
 

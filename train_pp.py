@@ -33,6 +33,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.data import DataLoader, DistributedSampler
 
 import accounting
+import activations
 import gptlite
 import harness
 import pipeline
@@ -89,11 +90,14 @@ def main():
     for index, process in enumerate(placement):
         if process == pipeline_rank:
             stage = Stage(args, config, vocab_size, blocks[index], index == 0, index == len(placement) - 1)
-            stages.append(PipelineStage(stage.to(device), index, len(placement), device, group=pipeline_group))
+            # Told what comes in and goes out, the library need not find out by a forward and backward of its own.
+            shapes = pipeline.shapes(args, config, vocab_size, index, len(placement), device)
+            stages.append(PipelineStage(stage.to(device), index, len(placement), device, *shapes, group=pipeline_group))
     model = nn.ModuleList(stage.submod for stage in stages)
     n_parameters = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
     dist.all_reduce(n_parameters, group=pipeline_group)
     torch.manual_seed(args.seed + rank)  # from here on, randomness (dropout) differs between processes
+    saved = activations.Saved(args, device, pipeline.blocks(stages))  # counts what autograd saves, until saved.count()
     # The step's gradient is the mean over its micro-batches: the schedule divides by their number at the end.
     idle = pipeline.IdleMeter(stages, device)
     schedule = schedule_kind.build(
@@ -127,7 +131,7 @@ def main():
         optimizer.step()
         scheduler.step()
         if step == 1:
-            meter.states = accounting.model_states(model, optimizer)  # now all of them exist
+            meter.states = accounting.model_states(model, optimizer) | saved.count()  # now all of them exist
         optimizer.zero_grad(set_to_none=True)
         meter.step(step, step_loss)
 

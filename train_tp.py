@@ -43,6 +43,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, DistributedSampler
 
 import accounting
+import activations
 import harness
 import tensor_parallel
 
@@ -83,6 +84,7 @@ def main():
         model = harness.get_model(args, vocab_size)
     n_parameters = sum(p.numel() for p in model.parameters())
     whole = model.state_dict() if rank == 0 else {}
+    saved = activations.Saved(args, device, model.blocks)  # counts what autograd saves, until saved.count()
 
     # The strategy: each layer is cut over the tensor-parallel group. What a process then holds is cut once more
     # over the data-parallel ranks, by FSDP (over one process, FSDP only sees to the precision).
@@ -125,7 +127,7 @@ def main():
         optimizer.step()
         scheduler.step()
         if step == 1:
-            meter.states = accounting.model_states(model, optimizer)  # now all of them exist
+            meter.states = accounting.model_states(model, optimizer) | saved.count()  # now all of them exist
         optimizer.zero_grad(set_to_none=True)
         meter.step(step, step_loss)
 

@@ -98,6 +98,17 @@ TEXTS = {
     "negative": (changed(gradient_clipping=-1), ["gradient_clipping", "at least 0"]),
     "true": (changed(steps_per_print=True), ["steps_per_print", "whole number"]),
     "batches disagree": (changed(gradient_accumulation_steps=3), ["256", "1 x accumulation 3 x 1 processes = 3"]),
+    "checkpointing: near miss": (
+        changed(activation_checkpointing={"cpu_checkpoint": True}),
+        ["activation_checkpointing.cpu_checkpoint", 'did you mean "cpu_checkpointing"'],
+    ),
+    "checkpointing: text": (changed(activation_checkpointing={"profile": "yes"}), ["profile", "true or false"]),
+    "checkpointing: model parallel": (
+        changed(activation_checkpointing={"partition_activations": True}),
+        ["partition_activations", "leave it out"],
+    ),
+    "checkpointing: a number": (changed(activation_checkpointing=1), ["activation_checkpointing", "object"]),
+    "interval": (changed(pipeline={"activation_checkpoint_interval": -1}), ["activation_checkpoint_interval"]),
     "section is a number": (changed(zero_optimization=3), ["zero_optimization", "object"]),
     "nvme without a path": (
         changed(zero_optimization={"stage": 3, "offload_param": {"device": "nvme"}}),
@@ -136,6 +147,11 @@ def test_an_unknown_key_is_a_warning(tmp_path, capsys):
     path.write_text(changed(my_own_notes="x"))
     ds_config.read(str(path))
     assert "my_own_notes" in capsys.readouterr().err
+
+
+def test_zero3_is_not_compiled(mistake):
+    arguments = ["--deepspeed_config", ROOT / "ds_configs/zero3.json", "--compile"]
+    assert "--compile" in mistake(train_deepspeed.main, *arguments)
 
 
 def test_unknown_zero_keys_and_stages(mistake, tmp_path):

@@ -285,6 +285,7 @@ ERRORS = {
         "8 stages, 2 per process, and nano has 4 layer(s): give at most 2",
     ),
     "processes": (4, ["--pipeline-parallel-size", "3"], "a --pipeline-parallel-size that divides 4 (1, 2, 4)"),
+    "split backward": (2, ["--schedule", "ZBVZeroBubble", "--compile"], "neither checkpointed nor compiled"),
     "schedule": (2, ["--schedule", "2F2B"], "invalid choice: '2F2B'"),
 }
 

@@ -45,6 +45,9 @@ STRATEGIES = [
     "pp_zbv",
     "pp_1f1b_dp",
     "deepspeed_pp",
+    "ddp_checkpointing",
+    "ddp_activation_offload",
+    "fsdp_checkpointing",
 ]
 
 FAKE = r"""

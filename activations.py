@@ -1,0 +1,352 @@
+"""Activation memory: what autograd saves in the forward pass for the backward pass, and three ways to hold less of it.
+
+    --activation-checkpointing   holds a block's input alone, and computes the block again in the backward pass
+    --activation-offload         holds what is saved in CPU memory, in place of the GPU's
+    --compile                    compiles each block; the compiler decides what is saved, and what is computed again
+
+A script gains two lines: Saved(...), which sets up the three and begins to count, and `saved.count()` after the
+first step, which ends the counting. predict() says what theory gives for GPTlite; both, side by side, as CSV:
+
+    python activations.py nano baby > results/activations-cpu.csv
+    python activations.py baby --micro-batch-size 2 --dropout 0.1
+
+Bytes are those that one process holds; GB = 2**30 bytes.
+"""
+
+import argparse
+import csv
+import os
+import shutil
+import sys
+import weakref
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import accounting
+import gptlite
+
+# ---- flags --------------------------------------------------------------------------------------
+
+
+def add_flags(add) -> None:
+    """`add` is a parser's add_argument."""
+    add("--activation-checkpointing", action="store_true", help="hold only the inputs of blocks; compute them again")
+    add("--activation-offload", action="store_true", help="hold what the backward pass needs in CPU memory")
+    add("--compile", action="store_true", help="compile each block (torch.compile)")
+
+
+def find_problem(args, device: torch.device) -> str | None:
+    """Why the flags cannot be had here, in a line; None if they can."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch.compile looks for it
+    if args.compile and shutil.which(compiler) is None:
+        return f"--compile needs a C++ compiler, and there is no {compiler} (Debian, Ubuntu: apt install g++)"
+    return None
+
+
+def notes(args, device: torch.device) -> list[str]:
+    """What a flag does not do here, in a line each."""
+    if args.activation_offload and device.type == "cpu":
+        return ["config: --activation-offload changes nothing: on a machine without a GPU everything is in CPU memory"]
+    return []
+
+
+# ---- what is saved ------------------------------------------------------------------------------
+
+
+class Saved:
+    """What autograd saves: offloaded if the flags say so, and counted until count() is called, after the first step.
+
+    `blocks` are the model's blocks, which are compiled and checkpointed as the flags say.
+
+    Each storage counts once, for as long as autograd holds it. Not counted are parameters, also where a strategy
+    has gathered them, and integers: tokens, targets and positions are the data, not activations.
+    """
+
+    hooks = None  # those that are in force: one pair at a time
+
+    def __init__(self, args, device: torch.device, blocks=()):
+        self.checkpoints = args.activation_checkpointing
+        self.offload = Offload(device) if args.activation_offload else None
+        self.counting = True
+        self.holders: dict[int, int] = {}  # address of a storage: how many tensors that autograd holds look into it
+        self.held = self.peak = 0  # bytes now, and at most
+        self.block: int | None = None  # bytes that one block holds beside its input
+        for block in blocks:
+            # In place of `forward`: names stay as they are, and the hooks of FSDP and ZeRO run outside, once.
+            if args.compile:
+                block.forward = torch.compile(block.forward)
+            if self.checkpoints:
+                block.forward = partial(self.checkpoint, block.forward)
+        # In force until count(); where they offload, to the end, or until the next training.
+        self.stop_hooks()
+        Saved.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        Saved.hooks.__enter__()
+
+    def count(self) -> dict[str, int]:
+        """Bytes at the peak of the first step; ends the counting.
+
+        Activations is all of it. With checkpointing BlockActivations is the part of it that one block holds while it
+        is computed again; the rest is the inputs of all blocks, and what is saved outside of them.
+        """
+        self.counting = False
+        if not self.offload:
+            self.stop_hooks()
+        return {"Activations": self.peak} | ({"BlockActivations": self.block or 0} if self.checkpoints else {})
+
+    @staticmethod
+    def stop_hooks() -> None:
+        if Saved.hooks:
+            Saved.hooks.__exit__(None, None, None)
+        Saved.hooks = None
+
+    def checkpoint(self, function, *inputs):
+        """function(*inputs), of which only the inputs are held until the backward pass computes it again."""
+        if not torch.is_grad_enabled():
+            return function(*inputs)
+        if self.counting and self.block is None:
+            # What a block saves when it is computed again does not pass the hooks. So the very first time it is not
+            # checkpointed: the block holds now what any block will hold for a while. That changes no number.
+            before, self.block = self.held, 0
+            outputs = function(*inputs)
+            self.block = self.held - before - sum(storage_of(x).nbytes() for x in inputs)
+            return outputs
+        return torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
+
+    def pack(self, tensor: torch.Tensor):
+        """The hook that autograd calls with each tensor it saves: it holds what this returns."""
+        if is_parameter(tensor) or tensor.dtype == torch.int64:
+            return tensor
+        packed = self.offload.pack(tensor) if self.offload else tensor
+        return Kept(self, tensor, packed) if self.counting else packed
+
+    def unpack(self, packed) -> torch.Tensor:
+        """The hook that autograd calls in the backward pass, with what pack() returned."""
+        packed = packed.packed if isinstance(packed, Kept) else packed
+        return packed.tensor() if isinstance(packed, Offloaded) else packed
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """A parameter, or a view of one (a layer saves its weight transposed)."""
+    tensor = tensor if tensor._base is None else tensor._base
+    return tensor.is_leaf and tensor.requires_grad
+
+
+@torch.no_grad()
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The memory of a tensor; of one that is cut over processes, this process's part."""
+    tensor = accounting.local(tensor)
+    tensor = tensor.wait() if hasattr(tensor, "wait") else tensor  # the result of a collective that is under way
+    return tensor.untyped_storage()
+
+
+class Kept:
+    """A saved tensor, counted as long as this object lives: autograd drops it when the backward pass has passed."""
+
+    def __init__(self, saved: Saved, tensor: torch.Tensor, packed):
+        self.packed, self.saved, self.key = packed, saved, None
+        if isinstance(packed, Offloaded) and packed.copy.has_left:
+            return
+        storage = storage_of(tensor)
+        self.key, self.size = storage.data_ptr(), storage.nbytes()
+        saved.holders[self.key] = saved.holders.get(self.key, 0) + 1
+        if saved.holders[self.key] == 1:
+            saved.held += self.size
+            saved.peak = max(saved.peak, saved.held)
+
+    def __del__(self):
+        if self.key is not None:
+            self.saved.holders[self.key] -= 1
+            if not self.saved.holders[self.key]:
+                del self.saved.holders[self.key]
+                self.saved.held -= self.size
+
+
+# ---- offload ------------------------------------------------------------------------------------
+
+
+class Offload:
+    """Moves saved tensors to CPU memory and back, on a stream of their own, as vDNN does (Rhu et al. 2016).
+
+    The copy out goes on while the forward pass computes the next layers; in the backward pass the copy back of
+    what is needed next goes on while the layers behind it are computed. On a CPU nothing moves.
+    """
+
+    LEAST = 4096  # bytes: what is smaller stays, it would cost more time than it saves memory
+    AHEAD = 8  # storages that are fetched before they are needed: about one block's
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = None if device.type == "cpu" else torch.Stream(device)
+        self.copies = weakref.WeakValueDictionary()  # address of a storage: its Copy
+        self.last = lambda: None  # the Copy that was made last (a weak reference)
+
+    def pack(self, tensor: torch.Tensor):
+        """What is kept in place of `tensor`: an Offloaded, or the tensor itself where that is not worth it."""
+        storage = storage_of(tensor)
+        if storage.nbytes() < self.LEAST or storage.device.type != self.device.type:
+            return tensor
+        copy = self.copies.get(storage.data_ptr())
+        if copy is None or copy.source.expired():  # its memory has been freed, and is another tensor's now
+            copy = self.copies[storage.data_ptr()] = Copy(self, storage)
+            self.last = weakref.ref(copy)
+        return Offloaded(copy, tensor)
+
+
+class Copy:
+    """The copy of one storage in CPU memory; q, k and v, say, are views of one. Freed with the last view of it."""
+
+    def __init__(self, offload: Offload, storage: torch.UntypedStorage):
+        self.stream, self.device = offload.stream, offload.device
+        self.has_left = self.stream is not None
+        self.source = StorageWeakRef(storage)
+        self.before = offload.last  # in the backward pass it is needed after this one
+        self.here = self.arrived = None
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        if not self.has_left:
+            self.here = memory
+            return
+        self.there = torch.empty(memory.shape, dtype=torch.uint8, pin_memory=True)
+        self.stream.wait_stream(torch.accelerator.current_stream(self.device))  # which is to compute the values first
+        with self.stream:
+            self.there.copy_(memory, non_blocking=True)
+        memory.record_stream(self.stream)  # autograd lets go of it now: it is free when it has been copied
+
+    def fetch(self) -> None:
+        """Begin the copy back, behind all other copies."""
+        if self.here is None:
+            with self.stream:
+                self.here = torch.empty(self.there.shape, dtype=torch.uint8, device=self.device)
+                self.here.copy_(self.there, non_blocking=True)
+            self.arrived = self.stream.record_event()
+
+    def get(self) -> torch.UntypedStorage:
+        """The storage, on the device again; begins to fetch those that are needed next."""
+        self.fetch()
+        if self.has_left:
+            current = torch.accelerator.current_stream(self.device)
+            current.wait_event(self.arrived)
+            self.here.record_stream(current)  # it was allocated on the other stream
+            copy = self
+            for _ in range(Offload.AHEAD):
+                copy = copy.before()
+                if copy is None:
+                    break
+                copy.fetch()
+        return self.here.untyped_storage()
+
+
+class Offloaded:
+    """A saved tensor whose storage is in a Copy: its shape, and, of a DTensor, how it is cut."""
+
+    def __init__(self, copy: Copy, tensor: torch.Tensor):
+        with torch.no_grad():
+            local = accounting.local(tensor)
+        self.copy, self.dtype = copy, local.dtype
+        self.view = (local.storage_offset(), local.shape, local.stride())
+        self.cut = None
+        if local is not tensor:
+            self.cut = {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+            self.cut |= {"shape": tensor.shape, "stride": tensor.stride()}
+
+    def tensor(self) -> torch.Tensor:
+        storage = self.copy.get()
+        local = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.view)
+        if self.cut is None:
+            return local
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(local, run_check=False, **self.cut)
+
+
+# ---- theory -------------------------------------------------------------------------------------
+
+
+def predict(config: gptlite.GPTConfig, vocab_size: int, batch: int, checkpointing: bool = False) -> int:
+    """Bytes that autograd holds at the peak, for `batch` sequences of block_size tokens in fp32.
+
+    Each operation saves what its gradient is computed from: without dropout a block 12 d + H + 4 numbers of 4 bytes
+    per token (d = n_embd, H = n_head). Of a checkpointed block only the d of its input are left, but for the one
+    that is just computed again. The factor between both goes towards 12, the more blocks there are.
+    """
+    T, d, H = config.block_size, config.n_embd, config.n_head
+    norm = d + 2  # its input, and of each token mean and 1/deviation
+    if config.dropout:
+        # The kernel that needs no T x T matrix has no dropout on a CPU: q and k are copied, scaled, and v (of a single
+        # sequence v is not copied, and with it all of q, k, v is held); each head holds its T x T weights three
+        # times: after the softmax, their mask, and what is left of them.
+        attention = 2 * d + (d if batch > 1 else 3 * d) + 3 * H * T
+        mask = d  # fp32 on a CPU
+    else:
+        attention = 3 * d + H  # q, k, v, and for each head the logarithm of the softmax's sum
+        mask = 0
+    #        norm1  qkv's input   proj's input    norm2  up's input  ReLU's output, down's input
+    block = norm + d + attention + d + mask + norm + d + 4 * d + mask
+    # Embeddings save tokens alone (and a mask). The loss saves the log-softmax of the logits, and one number.
+    outside = mask + norm + d + vocab_size
+    blocks = config.n_layer * d + block - d if checkpointing else config.n_layer * block
+    return 4 * (batch * T * (outside + blocks) + 1)
+
+
+# ---- measured beside theory ---------------------------------------------------------------------
+
+VARIANTS = [[], ["--activation-checkpointing"], ["--activation-offload"]]
+VARIANTS += [["--activation-checkpointing", "--activation-offload"], ["--compile"]]
+VARIANTS += [["--activation-checkpointing", "--compile"]]
+
+
+def measure(config: gptlite.GPTConfig, vocab_size: int, batch: int, args) -> int:
+    """Bytes at the peak of a training step on random tokens, on the CPU."""
+    model = gptlite.GPTlite(vocab_size, config)
+    tokens = torch.randint(vocab_size, (batch, config.block_size))
+    saved = Saved(args, torch.device("cpu"), model.blocks)
+    logits = model(tokens)
+    F.cross_entropy(logits.flatten(0, -2), tokens.flatten()).backward()
+    saved.stop_hooks()
+    return saved.count()["Activations"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["nano", "baby"], help="shapes of GPTlite (default: nano baby)")
+    parser.add_argument("--micro-batch-size", type=int, default=4, help="(default: %(default)s)")
+    parser.add_argument("--block-size", type=int, help="tokens per sample, in place of the model's own")
+    parser.add_argument("--dropout", type=float, default=0.0, help="(default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=65, help="(default: %(default)s, Tiny Shakespeare's)")
+    options = parser.parse_args()
+    for name in options.models:
+        if name not in gptlite.PRESETS:
+            parser.error(f"there is no model {name}: there are {', '.join(gptlite.PRESETS)}")
+    flags = argparse.ArgumentParser()
+    add_flags(flags.add_argument)
+    batch, vocab_size = options.micro_batch_size, options.vocab_size
+    rows = csv.writer(sys.stdout, lineterminator="\n")
+    rows.writerow(["model", "block size", "micro batch", "flags", "counted (MB)", "theory (MB)", "times less"])
+    for name in options.models:
+        config = gptlite.get_config(name, block_size=options.block_size, dropout=options.dropout)
+        plain = None
+        for variant in VARIANTS:
+            args = flags.parse_args(variant)
+            if problem := find_problem(args, torch.device("cpu")):
+                print(f"warning: {problem}", file=sys.stderr)
+                continue
+            counted = measure(config, vocab_size, batch, args)
+            plain = plain or counted
+            # What a compiled block saves, and what it computes again, is for the compiler to decide.
+            theory = None if args.compile else predict(config, vocab_size, batch, args.activation_checkpointing)
+            rows.writerow(
+                [
+                    *(name, config.block_size, batch, " ".join(variant) or "none"),
+                    f"{counted / 2**20:.2f}",
+                    f"{theory / 2**20:.2f}" if theory else "-",
+                    f"{plain / counted:.2f}",
+                ]
+            )
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
