@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import accounting
 import harness
+import workload
 
 
 def main():
@@ -34,6 +35,7 @@ def main():
     world_size = int(os.environ.setdefault("WORLD_SIZE", "1"))
 
     parser = harness.build_parser(__doc__)
+    workload.add_flags(parser.add_argument)
     args = parser.parse_args()
     accumulation = harness.accumulation_steps(args, world_size)
 
@@ -56,7 +58,7 @@ def main():
 
     optimizer = harness.get_optimizer(args, model.parameters())
     scheduler = harness.get_scheduler(args, optimizer)
-    meter = harness.Meter(args, "ddp", n_parameters, train_set.text.name, device)
+    meter = harness.Meter(args, "ddp", n_parameters, train_set.name, device)
 
     for step in range(1, args.steps + 1):
         step_loss = torch.zeros((), device=device)
