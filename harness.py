@@ -106,7 +106,7 @@ def accumulation_steps(args, data_parallel_size: int) -> int:
 def pick_device(args, local_rank: int) -> tuple[torch.device, str]:
     """The device of this process and the backend that carries its collectives.
 
-    Fills in what depends on the device (--model), and makes this process end with its launcher.
+    Fills in what depends on the device (--device, --model), and makes this process end with its launcher.
     """
     if mistake := workload.find_mistake(args, int(os.environ["WORLD_SIZE"])):
         fail(mistake)
@@ -130,6 +130,7 @@ def pick_device(args, local_rank: int) -> tuple[torch.device, str]:
         )
     if args.workload == "resnet":
         args.model = workload.RESNET
+    args.device = device.type
     args.model = args.model or ("nano" if device.type == "cpu" else "gpt3-small")
     # One process without a launcher needs an address too; port 0 is any free one.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -64,21 +64,26 @@ class Linear(nn.Linear):
 
 
 class Fp32Statistics:
-    """What BatchNorm2d and SyncBatchNorm below have in common: fp32 wherever statistics are involved."""
+    """What the BatchNorms below have in common: fp32 wherever statistics are involved, and a scale to start with."""
+
+    def __init__(self, channels: int, scale: float = 1.0):
+        super().__init__(channels)
+        nn.init.constant_(self.weight, scale)
 
     def keep_fp32(self) -> None:
         # DeepSpeed casts a whole model to bf16, buffers too, before its first step, when they are 0 and 1 and lose
         # nothing by it. A running mean kept in bf16 would lose most updates: 1 + 0.1 * 0.01 is 1.
-        if self.running_mean.dtype != torch.float32:
+        if self.running_mean.dtype == torch.bfloat16:
             self.running_mean, self.running_var = self.running_mean.float(), self.running_var.float()
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
         """Statistics of `x` in training, else the running ones. FSDP hands a bf16 layer's weights over in bf16."""
-        training, weight, bias = self.training, self.weight.float(), self.bias.float()
-        return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, training, self.momentum, self.eps)
+        mean, var = self.running_mean, self.running_var
+        weight, bias = self.weight.to(mean.dtype), self.bias.to(mean.dtype)
+        return F.batch_norm(x, mean, var, weight, bias, self.training, self.momentum, self.eps)
 
 
-class BatchNorm2d(nn.BatchNorm2d, Fp32Statistics):
+class BatchNorm2d(Fp32Statistics, nn.BatchNorm2d):
     """Each process takes mean and variance of its own micro-batch: x (B, C, H, W), fp32 or bf16, -> the same."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,21 +93,19 @@ class BatchNorm2d(nn.BatchNorm2d, Fp32Statistics):
         return self.normalize(x)
 
 
-class SyncBatchNorm(nn.SyncBatchNorm, Fp32Statistics):
+class SyncBatchNorm(BatchNorm2d):
     """Mean and variance of one micro-batch of all processes together: x (B, C, H, W), fp32 or bf16, -> the same.
 
-    On a GPU it is PyTorch's, which refuses tensors on a CPU; there it is written out here. In evaluation it uses
-    the running statistics and sends nothing.
+    In evaluation it uses the running statistics and sends nothing. It is written out for CPUs, whose tensors
+    PyTorch's own SyncBatchNorm refuses.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.keep_fp32()
         if not self.training:
-            return self.normalize(x)
-        if x.device.type != "cpu":
             return super().forward(x)
+        self.keep_fp32()
         self.num_batches_tracked += 1
-        whole = x.float()
+        whole = x.to(self.running_mean.dtype)
         ones = whole.new_full((1,), x.numel() / x.shape[1])  # values per channel; processes may have different numbers
         total = SumOverProcesses.apply(torch.cat([whole.sum((0, 2, 3)), ones]))
         count = total[-1]
@@ -113,8 +116,16 @@ class SyncBatchNorm(nn.SyncBatchNorm, Fp32Statistics):
         with torch.no_grad():  # as everywhere in PyTorch the running variance is the unbiased one
             self.running_mean.lerp_(mean, self.momentum)
             self.running_var.lerp_(variance * count / (count - 1), self.momentum)
-        scale = self.weight.float() * torch.rsqrt(variance + self.eps)
-        return torch.addcmul(self.bias.float()[:, None, None], centered, scale[:, None, None]).to(x.dtype)
+        scale = self.weight.to(whole.dtype) * torch.rsqrt(variance + self.eps)
+        return torch.addcmul(self.bias.to(whole.dtype)[:, None, None], centered, scale[:, None, None]).to(x.dtype)
+
+
+class SyncBatchNormOnGPU(Fp32Statistics, nn.SyncBatchNorm):
+    """The same, by PyTorch's kernels."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.keep_fp32()
+        return super().forward(x) if self.training else self.normalize(x)
 
 
 class SumOverProcesses(torch.autograd.Function):
@@ -135,7 +146,7 @@ class SumOverProcesses(torch.autograd.Function):
 class ResNet(models.ResNet):
     """torchvision's ResNet-18. forward: images (B, 3, H, W) -> logits (B, num_classes)."""
 
-    def __init__(self, num_classes: int, sync_batchnorm: bool = False, seed: int = 0):
+    def __init__(self, num_classes: int, norm: type[nn.Module] = BatchNorm2d, seed: int = 0):
         with torch.device("meta"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Initializing zero-element tensors")  # under zero.Init
             super().__init__(models.resnet.BasicBlock, [2, 2, 2, 2], num_classes)
@@ -146,8 +157,9 @@ class ResNet(models.ResNet):
             elif isinstance(layer, nn.Linear):
                 self.set_submodule(name, Linear(layer, layer_generator(seed, number)))
             elif isinstance(layer, nn.BatchNorm2d):
-                kind = SyncBatchNorm if sync_batchnorm else BatchNorm2d
-                self.set_submodule(name, kind(layer.num_features))
+                # A block begins as the identity: what it adds to its input starts at 0 (torchvision's
+                # zero_init_residual; Goyal et al. 2017). The first steps are calmer by it.
+                self.set_submodule(name, norm(layer.num_features, 0.0 if name.endswith("bn2") else 1.0))
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -159,9 +171,10 @@ class ResNet(models.ResNet):
         return super().forward(images.to(self.conv1.weight.dtype))
 
 
-def get_model(num_classes: int, *, sync_batchnorm: bool = False, seed: int = 0) -> ResNet:
-    """A ResNet-18, which has 11,181,642 parameters for 10 classes."""
-    return ResNet(num_classes, sync_batchnorm, seed)
+def get_model(num_classes: int, *, sync_batchnorm: bool = False, device: str = "cpu", seed: int = 0) -> ResNet:
+    """A ResNet-18, which has 11,181,642 parameters for 10 classes; `device` is the type of the one it will be on."""
+    synchronised = SyncBatchNorm if device == "cpu" else SyncBatchNormOnGPU
+    return ResNet(num_classes, synchronised if sync_batchnorm else BatchNorm2d, seed)
 
 
 # ---- data -------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def get_model(args, n_outputs: int) -> torch.nn.Module:
     if args.workload == "resnet":
         import resnet
 
-        return resnet.get_model(n_outputs, sync_batchnorm=args.sync_batchnorm, seed=args.seed)
+        return resnet.get_model(n_outputs, sync_batchnorm=args.sync_batchnorm, device=args.device, seed=args.seed)
     return gptlite.get_model(
         n_outputs, args.model, n_layer=args.n_layer, block_size=args.block_size, dropout=args.dropout, seed=args.seed
     )

@@ -18,6 +18,12 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
+def start(init_process_group, backend=None, **given):
+    """With the store, whatever address DeepSpeed would have it meet at."""
+    given.pop("init_method", None)
+    init_process_group(backend, **given)
+
+
 def runs(script: str, command_lines: list[list[str]]):
     """Run them, and yield the number of each when it has ended."""
     module = importlib.import_module(script)
@@ -29,7 +35,7 @@ def runs(script: str, command_lines: list[list[str]]):
             print(f"== {number}", flush=True)
         if launched:  # the launcher's store is one for all: each process group gets keys of its own in it
             own = dist.PrefixStore(f"several-{number}", store)
-            dist.init_process_group = partial(init_process_group, store=own, rank=rank, world_size=world_size)
+            dist.init_process_group = partial(start, init_process_group, store=own, rank=rank, world_size=world_size)
         sys.argv = [f"{script}.py", *arguments]
         module.main()
         yield number
