@@ -63,7 +63,7 @@ class Linear(nn.Linear):
         pass
 
 
-class Fp32Statistics:
+class Fp32Statistics(nn.Module):  # a Module, so that zero.Init waits for this constructor to return, too
     """What the BatchNorms below have in common: fp32 wherever statistics are involved, and a scale to start with."""
 
     def __init__(self, channels: int, scale: float = 1.0):
