@@ -244,14 +244,14 @@ def get_dataset(path: str | None = None, fetch: bool = True) -> tuple[Images, Im
             file=sys.stderr,
             flush=True,
         )
-    return fake(1024, 0), fake(256, 1024), 10
+    return fake(512, 0), fake(128, 512), 10
 
 
 def fake(size: int, offset: int) -> Images:
     """`size` images whose pixels and classes depend on their number, from `offset` on, and on nothing else."""
     data = FakeData(size, (3, IMAGE_SIZE, IMAGE_SIZE), transform=PILToTensor(), random_offset=offset)
     images, labels = zip(*(data[i] for i in range(size)), strict=True)
-    return Images("fake-images", torch.stack(images), torch.stack(labels))
+    return Images("fake-images", torch.stack(images), torch.tensor(labels))
 
 
 def locate(path: str) -> str | None:
