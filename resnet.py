@@ -10,6 +10,10 @@ that was not written for these strategies: weights that each layer draws in its 
 generator; `blocks`, the layers that FSDP gathers one by one; and, since ResNet has BatchNorm, statistics that stay
 fp32 in mixed precision and can be taken over all processes (--sync-batchnorm). GPTlite has nothing of the last kind:
 BatchNorm is where data parallelism is not the same as a larger batch, unless the processes share their statistics.
+
+Without --sync-batchnorm each process normalises by the statistics of its own micro-batch, and its running statistics
+are its own, too (under DDP, which by default sends rank 0's buffers to all before each forward, rank 0's and this
+process's last micro-batch). harness.evaluate() takes their mean over the processes, so that all evaluate one model.
 """
 
 import io

@@ -12,6 +12,7 @@ Choose: it when the model fits. Nothing that shards is faster.
 
     torchrun --standalone --nproc_per_node=8 train_ddp.py
     python train_ddp.py                  (one process, no launcher)
+    torchrun --standalone --nproc_per_node=8 train_ddp.py --workload resnet --micro-batch-size 8 --sync-batchnorm
 """
 
 import os
