@@ -11,7 +11,7 @@ began, both of the process that needs most; on a CPU both are the resident set (
 their sum; `offloaded_gb` is the part of it that DeepSpeed keeps in CPU memory in place of a GPU's (without
 a GPU: would keep), `on_disk_gb` what it has swapped out. `activations_gb` is what autograd holds at most for
 the backward pass, `block_activations_gb` the part of it that one block holds while it is computed again.
-Losses are in nats per token.
+Losses are in nats per token or image; `validation_accuracy` is the share of images whose class is found.
 
 A row whose status is not `ok` has `-` for its numbers, and a reason. A number that is missing in a
 log with status ok is an error: exit code 1, and the row says `failed`.
@@ -56,7 +56,7 @@ NUMBERS = [
     "model_states_gb",
 ]
 LOSSES = ["final_loss", "validation_loss"]
-ALSO = ["block_size", "text", "optimizer", "torch", "seconds"]
+ALSO = ["block_size", "image_size", "data", "optimizer", "torch", "seconds", "validation_accuracy"]
 SUMMARY = ["strategy", "command", *SETTINGS, *NUMBERS, *LOSSES, "status", "reason", *ALSO, *OFFLOAD, *ACTIVATIONS]
 
 
@@ -96,6 +96,8 @@ def read_log(path: Path) -> Log:
         kind, _, rest = line.partition(": ")
         if kind in ("sweep", "run"):
             log.settings |= pairs(rest)
+            if "text" in log.settings:  # what "data" was called in logs of before there were images
+                log.settings["data"] = log.settings.pop("text")
         elif kind == "command":
             log.settings["command"] = rest
         elif kind == "meter":
@@ -157,7 +159,8 @@ def summary_numbers(log: Log) -> dict:
     evaluated = log.result.get("validation_loss") != "none"  # none: --eval-steps 0
     return {
         "samples_per_second": rate,
-        "tokens_per_second": rate * number(log, log.settings, "block_size", "run"),
+        # images have no tokens
+        "tokens_per_second": "-" if has_images(log) else rate * number(log, log.settings, "block_size", "run"),
         "memory_average_gb": sum(row["memory_gb"] for row in samples) / len(samples),
         "memory_max_gb": max(row["memory_max_gb"] for row in samples),
         **states,
@@ -172,7 +175,14 @@ def summary_numbers(log: Log) -> dict:
         },
         "final_loss": last["loss"],
         "validation_loss": number(log, log.result, "validation_loss", "result") if evaluated else "-",
+        "validation_accuracy": (
+            number(log, log.result, "validation_accuracy", "result") if evaluated and has_images(log) else "-"
+        ),
     }
+
+
+def has_images(log: Log) -> bool:
+    return "image_size" in log.settings
 
 
 def summary_row(log: Log) -> dict:
@@ -182,7 +192,8 @@ def summary_row(log: Log) -> dict:
         row["device"] += " (shared)"
     row |= {"strategy": log.strategy, "status": log.status, "reason": log.reason or "-", "seconds": log.seconds}
     if log.status == "ok":
-        missing = [key for key in ["command", *SETTINGS, "block_size", "text", "optimizer", "torch"] if row[key] == "-"]
+        size = "image_size" if has_images(log) else "block_size"
+        missing = [key for key in ["command", *SETTINGS, size, "data", "optimizer", "torch"] if row[key] == "-"]
         if missing:
             raise LogError(f"{log.name}: no {missing[0]} in its run line")
         check_complete(log)
@@ -275,38 +286,42 @@ def table(rows: list[dict]) -> list[list[str]]:
         f"maximum {memory} ({unit})",
     ]
     header += [f"{name} ({states_unit})" for name in ("parameters", "gradients", "optimizer", "model states")]
-    activations = [f"activations ({states_unit})"] if any(row["activations_gb"] != "-" for row in rows) else []
-    header += activations
-    header += ["final loss", "validation loss", "status"]
+    header += [f"activations ({states_unit})", "final loss", "validation loss", "validation accuracy", "status"]
     cells = [header]
     for row in rows:
         if row["status"] != "ok":
-            cells.append(
-                [row["strategy"], row["processes"], *["-"] * (len(header) - 3), f"{row['status']}: {row['reason']}"]
-            )
+            cells.append([row["strategy"], row["processes"], *["-"] * 12, f"{row['status']}: {row['reason']}"])
             continue
         cells.append(
             [
                 row["strategy"],
                 row["processes"],
                 f"{rate:.1f}" if (rate := row["samples_per_second"]) >= 10 else f"{rate:.3g}",
-                f"{row['tokens_per_second']:.0f}",
+                f"{rate:.0f}" if isinstance(rate := row["tokens_per_second"], float) else rate,
             ]
             + [f"{row[key] * factor:.2f}" for key in ("memory_average_gb", "memory_max_gb")]
             + [f"{row[key] * states_factor:.2f}" for key in (*STATES, "model_states_gb")]
-            + [f"{v * states_factor:.2f}" if isinstance(v := row["activations_gb"], float) else v for _ in activations]
-            + [f"{v:.4f}" if isinstance(v := row[key], float) else v for key in LOSSES]
+            + [f"{v * states_factor:.2f}" if isinstance(v := row["activations_gb"], float) else v]
+            + [f"{v:.4f}" if isinstance(v := row[key], float) else v for key in [*LOSSES, "validation_accuracy"]]
             + ["ok"]
         )
-    return cells
+    # Texts have no accuracy, images no tokens, older logs no activations.
+    columns = list(zip(*cells, strict=True))
+    empty = [i for i, (name, *rest) in enumerate(columns) if name.startswith(ONLY_SOME) and set(rest) == {"-"}]
+    return [[cell for i, cell in enumerate(line) if i not in empty] for line in cells]
+
+
+ONLY_SOME = ("tokens/s", "activations", "validation accuracy")
 
 
 def caption(rows: list[dict]) -> str:
     """What all runs have in common, in a line, and what they do not."""
     rows = [row for row in rows if row["status"] == "ok"] or rows
     shared, differing = [], []
-    for key in ["model", "parameters", "block_size", "device", "precision", "batch", "micro_batch", "steps", "text"]:
+    for key in ["model", "parameters", "block_size", "device", "precision", "batch", "micro_batch", "steps", "data"]:
         values = list(dict.fromkeys(row[key] for row in rows))
+        if values == ["-"]:  # images have no block size
+            continue
         (shared if len(values) == 1 else differing).append(f"{key.replace('_', ' ')} {' or '.join(values)}")
     line = ", ".join(shared)
     if differing:
@@ -318,7 +333,9 @@ def caption(rows: list[dict]) -> str:
 
 def as_text(cells: list[list[str]]) -> str:
     """Aligned columns; a header of several words is broken into lines."""
-    heads = [re.sub(r" (?=\()|(?<=\w) (?=RSS|memory|loss|states)", "\n", name).split("\n") for name in cells[0]]
+    heads = [
+        re.sub(r" (?=\()|(?<=\w) (?=RSS|memory|loss|accuracy|states)", "\n", name).split("\n") for name in cells[0]
+    ]
     height = max(map(len, heads))
     heads = [[""] * (height - len(head)) + head for head in heads]
     lines = [[head[i] for head in heads] for i in range(height)] + cells[1:]

@@ -263,9 +263,14 @@ class TrainSet(Dataset):
 
     def __init__(self, text: Text, tokens: torch.Tensor, block_size: int):
         self.text, self.tokens, self.block_size = text, tokens, block_size
+        self.name = text.name
 
     def __len__(self) -> int:
         return len(self.tokens) - self.block_size
+
+    def checksum(self) -> int:
+        """Differs, most likely, between different texts."""
+        return int(self.text.tokens.sum())
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         if not 0 <= i < len(self):
@@ -348,24 +353,26 @@ def find_tiny_shakespeare(fetch: bool) -> Text:
     return Text("python-help", text, CHARACTERS)
 
 
-def download(url: str, sha256: str, path: str, timeout: float = 10) -> None:
+def download(url: str, checksum: str, path: str, timeout: float = 10, *, algorithm="SHA-256", limit=None) -> None:
     """Fetch `url` to `path`, which appears whole or not at all.
+
+    `timeout` is the time in seconds to wait for an answer, `limit` (by default as long) the time for all of it.
 
     Raises OSError (no network, read-only folder) or DataError (other bytes than expected).
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".download-")
     try:
-        deadline = time.monotonic() + timeout  # the socket's own timeout is only per read
-        digest = hashlib.sha256()
+        deadline = time.monotonic() + (limit or timeout)  # the socket's own timeout is only per read
+        digest = hashlib.new(algorithm.replace("-", ""), usedforsecurity=False)
         with os.fdopen(descriptor, "wb") as file, urllib.request.urlopen(url, timeout=timeout) as response:
             while chunk := response.read(1 << 16):
                 file.write(chunk)
                 digest.update(chunk)
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"{url} took longer than {timeout} s")
-        if digest.hexdigest() != sha256:
-            raise DataError(f"{url} is not the expected text: its SHA-256 differs")
+                    raise TimeoutError(f"{url} took longer than {limit or timeout} s")
+        if digest.hexdigest() != checksum:
+            raise DataError(f"{url} is not the expected file: its {algorithm} differs")
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:

@@ -16,6 +16,7 @@ import accounting
 import activations
 import gptlite
 import launcher
+import workload
 
 WARMUP_STEPS = 2  # left out of the throughput: allocation, compilation, the first touch of the data
 
@@ -59,7 +60,7 @@ def build_parser(description: str) -> Parser:
     add("--n-layer", type=number(int, 1), help="number of decoder blocks, in place of the model's own")
     add("--block-size", type=number(int, 1), help="tokens per sample, in place of the model's own")
     add("--dropout", type=number(float, 0, below=1), help="dropout rate, in place of the model's own")
-    add("--data", metavar="FILE", help="a UTF-8 text to learn (default: Tiny Shakespeare, from data/ or downloaded)")
+    add("--data", metavar="PATH", help="a UTF-8 text, or CIFAR-10's folder (default: data/, else a download)")
     add("--steps", type=number(int, 1), default=100, help="optimizer steps (default: %(default)s)")
     add("--batch-size", type=number(int, 1), default=256, help="global batch: samples per step (default: %(default)s)")
     add(
@@ -83,6 +84,7 @@ def build_parser(description: str) -> Parser:
     add("--sample", type=number(int, 0), default=0, metavar="N", help="write N characters after the training")
     add("--seed", type=number(int, 0), default=0, help="of the weights, the order of the data and the dropout")
     activations.add_flags(add)
+    parser.set_defaults(workload="gptlite", sync_batchnorm=False)  # workload.add_flags() lets one choose
     # deepspeed's launcher and torch's old one pass it; the environment says the same.
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
@@ -106,8 +108,10 @@ def accumulation_steps(args, data_parallel_size: int) -> int:
 def pick_device(args, local_rank: int) -> tuple[torch.device, str]:
     """The device of this process and the backend that carries its collectives.
 
-    Fills in what depends on the device (--model), and sees to it that this process ends as it should.
+    Fills in what depends on the device (--device, --model), and sees to it that this process ends as it should.
     """
+    if mistake := workload.find_mistake(args, int(os.environ["WORLD_SIZE"])):
+        fail(mistake)
     launcher.end_with_launcher()
     launcher.let_threads_finish()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -129,6 +133,9 @@ def pick_device(args, local_rank: int) -> tuple[torch.device, str]:
         )
     if problem := activations.find_problem(args, device):
         fail(problem)
+    if args.workload == "resnet":
+        args.model = workload.RESNET
+    args.device = device.type
     args.model = args.model or ("nano" if device.type == "cpu" else "gpt3-small")
     # One process without a launcher needs an address too; port 0 is any free one.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -140,42 +147,37 @@ def pick_device(args, local_rank: int) -> tuple[torch.device, str]:
 
 
 def get_dataset(args, local_rank: int):
-    """`gptlite.get_dataset` on every process: first one per node, which may download, then the others.
+    """`get_dataset` of the workload on every process: first one per node, which may download, then the others.
 
-    An error on one process ends all of them alike, and so do nodes that found different texts.
+    An error on one process ends all of them alike, and so do nodes that found different data.
     """
     result, error = None, None
-    block_size = gptlite.get_config(args.model, block_size=args.block_size).block_size
     for my_turn in (local_rank == 0, local_rank != 0):
         if my_turn:
             try:
-                result = gptlite.get_dataset(block_size, args.data, fetch=local_rank == 0)
+                result = workload.get_dataset(args, fetch=local_rank == 0)
                 if len(result[0]) < args.batch_size:
                     error = (
-                        f"{result[0].text.name} has {len(result[0])} training samples, fewer than one global batch of "
-                        f"{args.batch_size}: give a longer text or a smaller --batch-size"
+                        f"{result[0].name} has {len(result[0])} training samples, fewer than one global batch of "
+                        f"{args.batch_size}: give more data or a smaller --batch-size"
                     )
             except gptlite.DataError as failure:
                 error = str(failure)
         dist.barrier()
-    digest = None if error else f"{result[0].text.name} ({int(result[0].text.tokens.sum())})"
+    digest = None if error else f"{result[0].name} ({result[0].checksum()})"
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, (error, digest))
     errors = [other for other, _ in found if other]
     if not errors and len({digest for _, digest in found}) > 1:
-        errors = [
-            f"the processes read different texts: {sorted({digest for _, digest in found})}; give the same --data"
-        ]
+        errors = [f"the processes read different data: {sorted({digest for _, digest in found})}; give the same --data"]
     if errors:
         dist.destroy_process_group()
         fail(errors[0])
     return result
 
 
-def get_model(args, vocab_size: int) -> torch.nn.Module:
-    return gptlite.get_model(
-        vocab_size, args.model, n_layer=args.n_layer, block_size=args.block_size, dropout=args.dropout, seed=args.seed
-    )
+def get_model(args, n_outputs: int) -> torch.nn.Module:
+    return workload.get_model(args, n_outputs)
 
 
 def endless(loader, sampler, steps_per_epoch: int, accumulation: int):
@@ -218,17 +220,16 @@ class Meter:
     throughput leaves the first WARMUP_STEPS steps out where there are more.
     """
 
-    def __init__(self, args, strategy: str, n_parameters: int, text: str, device: torch.device):
+    def __init__(self, args, strategy: str, n_parameters: int, data: str, device: torch.device):
         self.args, self.device = args, device
         self.rank = dist.get_rank()
         self.states: dict[str, int] = {}  # bytes of the model states, set by the script after the first step
         if self.rank == 0:
-            shape = gptlite.get_config(args.model, args.n_layer, args.block_size, args.dropout)
             print(
-                f"run: strategy={strategy}, model={args.model}, parameters={n_parameters}, n_layer={shape.n_layer}, "
-                f"block_size={shape.block_size}, dropout={shape.dropout}, processes={dist.get_world_size()}, "
+                f"run: strategy={strategy}, model={args.model}, parameters={n_parameters}, {workload.shape(args)}, "
+                f"processes={dist.get_world_size()}, "
                 f"device={device_name(device)}, precision={args.precision}, batch={args.batch_size}, "
-                f"micro_batch={args.micro_batch_size}, optimizer={args.optimizer}, steps={args.steps}, text={text}, "
+                f"micro_batch={args.micro_batch_size}, optimizer={args.optimizer}, steps={args.steps}, data={data}, "
                 f"shared_gpu={'gloo' in dist.get_backend() and device.type != 'cpu'}, torch={torch.__version__}",
                 flush=True,
             )
@@ -305,7 +306,7 @@ def device_name(device: torch.device) -> str:
 
 @torch.no_grad()
 def evaluate(args, model, valid_set, device, rank: int, world_size: int, autocast: bool = False, group=None) -> None:
-    """Print the mean loss over the validation set, each token counted once, and a sample if asked for.
+    """Print the mean loss over the validation set, each token (or image) counted once, and a sample if asked for.
 
     Every process does the same number of forwards, since sharded models communicate in them: where
     windows run out, it computes one that does not count. Where several processes compute one loss
@@ -316,7 +317,11 @@ def evaluate(args, model, valid_set, device, rank: int, world_size: int, autocas
         windows = min(windows, args.eval_steps * args.micro_batch_size * world_size)
     mine = list(range(rank, windows, world_size))
     forwards = -(-windows // (args.micro_batch_size * world_size))
-    total = torch.zeros(2, dtype=torch.float32, device=device)
+    total = torch.zeros(3, dtype=torch.float32, device=device)
+    for buffer in model.buffers():  # BatchNorm's running statistics: each process has its own, take their mean
+        if buffer.is_floating_point():
+            dist.all_reduce(buffer, group=group)
+            buffer /= world_size
     model.eval()
     for i in range(forwards):
         indices = mine[i * args.micro_batch_size : (i + 1) * args.micro_batch_size]
@@ -330,14 +335,16 @@ def evaluate(args, model, valid_set, device, rank: int, world_size: int, autocas
             continue  # another process of the pipeline has them
         total[0] += accounting.local(F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum"))
         total[1] += (targets != gptlite.IGNORE).sum()
+        if args.workload == "resnet":
+            total[2] += (logits.argmax(-1) == targets).sum()
     model.train()
     dist.all_reduce(total, group=group)
-    loss, tokens = (total[0] / total[1]).item(), int(total[1])
+    loss, correct, count = (total[0] / total[1]).item(), (total[2] / total[1]).item(), int(total[1])
     if dist.get_rank() == 0:
-        if tokens:
-            print(f"result: validation_loss={loss:.6f}, validation_tokens={tokens}", flush=True)
-        else:
-            print("result: validation_loss=none, validation_tokens=0", flush=True)
+        result = f"validation_loss={loss:.6f}" if count else "validation_loss=none"
+        if args.workload == "resnet":
+            result += f", validation_accuracy={correct:.6f}" if count else ", validation_accuracy=none"
+        print(f"result: {result}, validation_{workload.counted(args)}={count}", flush=True)
     if args.sample:  # on every process alike: sharded models communicate in each forward
         generator = torch.Generator().manual_seed(args.seed)
         start = torch.zeros((1, 1), dtype=torch.int64, device=device)

@@ -27,6 +27,7 @@ def main():
     facts = commands.add_parser("facts")
     facts.add_argument("--nproc", type=int, help="processes (default: one per GPU; 2 without a GPU)")
     facts.add_argument("--model", help="a preset of gptlite.py (default: gpt3-small on a GPU, nano on a CPU)")
+    facts.add_argument("--workload", default="gptlite", help="gptlite or resnet")
     facts.add_argument("--text", metavar="FILE", help="write the description of the machine there")
     facts.add_argument("--note", default="", help="the command that the description mentions")
     ops = commands.add_parser("ops")
@@ -47,6 +48,7 @@ def print_facts(args) -> None:
     except ImportError as error:
         fail(f"{sys.executable} cannot import torch ({error}): install requirements.txt there, or unset PYTHON")
     import gptlite
+    import workload
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None and accelerator.type != "mps":  # MPS has no collectives
@@ -54,8 +56,14 @@ def print_facts(args) -> None:
         gpu_name = torch.get_device_module(accelerator).get_device_name(0)
     else:
         device, gpus, gpu_name = "cpu", 0, ""
+    if args.workload not in workload.N_OUTPUTS:
+        fail(f"no workload is named {args.workload!r}: there are {', '.join(workload.N_OUTPUTS)}")
     model = args.model or ("gpt3-small" if gpus else "nano")
-    if model not in gptlite.PRESETS:
+    if args.workload == "resnet":
+        if args.model:
+            fail("--model is for GPTlite and does not apply to --workload resnet: leave it out")
+        model = workload.RESNET
+    elif model not in gptlite.PRESETS:
         fail(f"no model is named {model!r}: there are {', '.join(gptlite.PRESETS)}")
     nproc = args.nproc or gpus or 2
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

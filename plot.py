@@ -58,8 +58,11 @@ def subtitle(folder: Path, rows: list[dict]) -> str:
         facts = dict(line.split(": ", 1) for line in (folder / "machine.txt").read_text().splitlines() if ": " in line)
         machine = facts.get("machine", machine)
     processes = several(rows, "processes").split(" or ")[0]  # names() tells where it is another number
+    model = f"GPTlite {several(rows, 'model')} with block {several(rows, 'block_size')}"
+    if several(rows, "block_size") == "?":  # not GPTlite
+        model = several(rows, "model")
     return (
-        f"GPTlite {several(rows, 'model')} with block {several(rows, 'block_size')} on {machine}, "
+        f"{model} on {machine}, "
         f"{processes} process{'es' if processes != '1' else ''}, {several(rows, 'precision')}, "
         f"batch {several(rows, 'batch')}, micro-batch {several(rows, 'micro_batch')}"
     )
@@ -155,7 +158,7 @@ def losses(path: Path, rows: list[dict], samples: list[dict], title: str, below:
     if not drawn:
         axes.text(0.5, 0.5, "no strategy finished", transform=axes.transAxes, ha="center", color=GREY, style="italic")
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("training loss (nats per token)")
+    axes.set_ylabel("training loss (nats)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(color="#dddddd", linewidth=0.7)
     if drawn:

@@ -6,15 +6,16 @@ usage() {
   cat << 'END'
 usage: ./run.sh [OPTION...] [STRATEGY...] [-- FLAG...]
 
-Trains GPTlite with every strategy that this machine can run, or with those named, and writes
-results/MACHINE/: a log per strategy, samples.csv, summary.csv, charts, machine.txt.
+Trains GPTlite (or ResNet-18) with every strategy that this machine can run, or with those named, and
+writes results/MACHINE/: a log per strategy, samples.csv, summary.csv, charts, machine.txt.
 
+  --workload NAME         gptlite (default) or resnet, which is ResNet-18 on CIFAR-10, with data parallelism alone
   --nproc N               processes (default: one per GPU; 2 without a GPU)
-  --steps N               optimizer steps (default: 100; without a GPU 60, or 3 for models above baby)
+  --steps N               optimizer steps (default: 100; without a GPU 60, 3 above baby, 20 for resnet)
   --model NAME            shape of GPTlite (default: gpt3-small; nano without a GPU)
   --batch-size N          samples per step, of all processes together (default: 256; without a GPU 16 or 4)
-  --micro-batch-size N    samples per process and forward (default: 1; 4 for nano and baby without a GPU)
-  --data FILE             the text to learn (default: Tiny Shakespeare)
+  --micro-batch-size N    samples per process and forward (default: 1; 4 for nano, baby and resnet without a GPU; 8 for resnet on GPUs)
+  --data PATH             the text to learn (default: Tiny Shakespeare), or the folder with CIFAR-10's files
   --nvme-path DIR         where zero3_nvme swaps to (default: the folder for temporary files)
   --timeout SECONDS       limit for one strategy (default: 3600; 900 for nano and baby without a GPU)
   --out DIR               folder of the results (default: results/MACHINE)
@@ -41,6 +42,9 @@ STRATEGIES="ddp fsdp_no_shard fsdp_shard_grad_op fsdp_full_shard fsdp_hybrid_sha
 # command as run and as written in the results; PROCESSES; and REASON, if it cannot run on this machine.
 describe() {
   PROCESSES=$NPROC COPIES= REASON=
+  case $WORKLOAD-$1 in
+    resnet-tp* | resnet-pp* | resnet-deepspeed_pp) REASON="cuts up GPTlite itself: $WORKLOAD has no such layers" && return ;;
+  esac
   case $1 in
     ddp)                with_torchrun train_ddp.py ;;
     fsdp_no_shard)      with_torchrun train_fsdp.py --sharding-strategy NO_SHARD ;;
@@ -205,7 +209,7 @@ show() {
   done
 }
 
-NPROC= STEPS= MODEL= BATCH= MICRO= DATA= NVME_PATH= TIMEOUT= OUT= NAMES= NVME=
+WORKLOAD=gptlite NPROC= STEPS= MODEL= BATCH= MICRO= DATA= NVME_PATH= TIMEOUT= OUT= NAMES= NVME=
 EXTRA=()
 show ./run.sh "$@"
 INVOCATION=$SHOWN
@@ -218,15 +222,16 @@ while [ $# -gt 0 ]; do
       ;;
   esac
   case $1 in
-    --nproc | --steps | --model | --batch-size | --micro-batch-size | --data | --nvme-path | --timeout | --out)
+    --workload | --nproc | --steps | --model | --batch-size | --micro-batch-size | --data | --nvme-path | --timeout | --out)
       [ $# -ge 2 ] || fail "$1 needs a value (see --help)"
       case $1 in
+        --workload) WORKLOAD=$2 ;;
         --nproc) whole_number "$1" "$2" && NPROC=$2 ;;
         --steps) whole_number "$1" "$2" && STEPS=$2 ;;
         --model) MODEL=$2 ;;
         --batch-size) whole_number "$1" "$2" && BATCH=$2 ;;
         --micro-batch-size) whole_number "$1" "$2" && MICRO=$2 ;;
-        --data) [ -r "$2" ] && [ -f "$2" ] || fail "cannot read the text $2" && DATA=$(absolute "$2") ;;
+        --data) [ -r "$2" ] && { [ -f "$2" ] || [ -d "$2" ]; } || fail "cannot read the text $2" && DATA=$(absolute "$2") ;;
         --nvme-path) NVME_PATH=$(absolute "$2") ;;
         --timeout) whole_number "$1" "$2" && TIMEOUT=$2 ;;
         --out) OUT=$(absolute "$2") ;;
@@ -249,6 +254,12 @@ done
 case " ${EXTRA[*]} " in
   *" --device cpu "*) export CUDA_VISIBLE_DEVICES= ;;
 esac
+previous=
+for word in "${EXTRA[@]}"; do # what is swept, and how long, depends on it
+  [ "$previous" != --workload ] || WORKLOAD=$word
+  [ "${word#--workload=}" = "$word" ] || WORKLOAD=${word#--workload=}
+  previous=$word
+done
 
 # ---- the machine ----------------------------------------------------------------------------------
 
@@ -264,6 +275,7 @@ trap clean EXIT
 FACTS=(facts --text "$TEMP/machine.txt" --note "$INVOCATION")
 [ -z "$NPROC" ] || FACTS+=(--nproc "$NPROC")
 [ -z "$MODEL" ] || FACTS+=(--model "$MODEL")
+FACTS+=(--workload "$WORKLOAD")
 attended "$PYTHON" machine.py "${FACTS[@]}" > "$TEMP/facts" || exit $?
 . "$TEMP/facts" # DEVICE GPUS CORES MODEL NPROC MACHINE NO_DEEPSPEED
 if [ "$DEVICE" = cpu ]; then
@@ -279,6 +291,8 @@ fi
 
 case $DEVICE-$MODEL in
   cpu-nano | cpu-baby) most=16 micro=4 steps=60 limit=900 WINDOWS=192 ;;
+  cpu-resnet18) most=16 micro=4 steps=20 limit=900 WINDOWS=192 ;;
+  *-resnet18) most=256 micro=8 steps=100 limit=3600 WINDOWS= ;;
   cpu-*) most=4 micro=1 steps=3 limit=3600 WINDOWS=4 ;;
   *) most=256 micro=1 steps=100 limit=3600 WINDOWS= ;;
 esac
@@ -294,8 +308,10 @@ fi
 # GPU an evaluation on WINDOWS windows of the validation set in place of all.
 flags() {
   local copies=${COPIES:-$PROCESSES}
-  FLAGS=(--model "$MODEL" --steps "$STEPS" --batch-size "$BATCH" --micro-batch-size "$MICRO" --dropout 0
+  [ "$WORKLOAD" = gptlite ] && FLAGS=(--model "$MODEL") || FLAGS=(--workload "$WORKLOAD")
+  FLAGS+=(--steps "$STEPS" --batch-size "$BATCH" --micro-batch-size "$MICRO"
     --log-every "$((STEPS < 20 ? 1 : STEPS / 20))")
+  [ "$WORKLOAD" != gptlite ] || FLAGS+=(--dropout 0)
   [ -z "$WINDOWS" ] || FLAGS+=(--eval-steps "$(((WINDOWS + MICRO * copies - 1) / (MICRO * copies)))")
   [ -z "$DATA" ] || FLAGS+=(--data "$DATA")
   FLAGS+=("${EXTRA[@]}")
@@ -316,7 +332,8 @@ PLANNING=
 
 set -- $NAMES
 TOTAL=$# COUNT=0 FAILED=0
-echo "GPTlite $MODEL on $(sed -n 's/^machine: //p' "$TEMP/machine.txt"): $NPROC processes, batch $BATCH, micro-batch $MICRO, $STEPS steps"
+[ "$WORKLOAD" = gptlite ] && title="GPTlite $MODEL" || title=$MODEL
+echo "$title on $(sed -n 's/^machine: //p' "$TEMP/machine.txt"): $NPROC processes, batch $BATCH, micro-batch $MICRO, $STEPS steps"
 for STRATEGY in "$@"; do
   COUNT=$((COUNT + 1))
   LABEL=$(printf '[%2d/%d] %-19s ' $COUNT $TOTAL "$STRATEGY")

@@ -12,6 +12,7 @@ Choose: it when the model fits. Nothing that shards is faster.
 
     torchrun --standalone --nproc_per_node=8 train_ddp.py
     python train_ddp.py                  (one process, no launcher)
+    torchrun --standalone --nproc_per_node=8 train_ddp.py --workload resnet --micro-batch-size 8 --sync-batchnorm
 """
 
 import os
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import accounting
 import activations
 import harness
+import workload
 
 
 def main():
@@ -35,6 +37,7 @@ def main():
     world_size = int(os.environ.setdefault("WORLD_SIZE", "1"))
 
     parser = harness.build_parser(__doc__)
+    workload.add_flags(parser.add_argument)
     args = parser.parse_args()
     accumulation = harness.accumulation_steps(args, world_size)
 
@@ -58,7 +61,7 @@ def main():
 
     optimizer = harness.get_optimizer(args, model.parameters())
     scheduler = harness.get_scheduler(args, optimizer)
-    meter = harness.Meter(args, "ddp", n_parameters, train_set.text.name, device)
+    meter = harness.Meter(args, "ddp", n_parameters, train_set.name, device)
 
     for step in range(1, args.steps + 1):
         step_loss = torch.zeros((), device=device)

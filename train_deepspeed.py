@@ -29,6 +29,7 @@ import accounting
 import activations
 import ds_config
 import harness
+import workload
 
 
 def main():
@@ -38,6 +39,7 @@ def main():
     world_size = int(os.environ.setdefault("WORLD_SIZE", "1"))
 
     parser = harness.build_parser(__doc__)
+    workload.add_flags(parser.add_argument)
     add = parser.add_argument
     add("--deepspeed_config", metavar="JSON", help="the strategy: a file of ds_configs/; flags override what it says")
     add("--deepspeed", action="store_true", help="accepted, as DeepSpeed's own examples pass it")
@@ -70,12 +72,12 @@ def main():
         model=model, model_parameters=model.parameters(), training_data=train_set, config=config
     )
     loader.data_sampler.seed = args.seed
-    loader.num_local_io_workers = 0  # a sample is a slice of the text: worker processes cost more than they save
+    loader.num_local_io_workers = 0  # a sample is a slice of a tensor: worker processes cost more than they save
     loader.pin_memory = device.type != "cpu"
     batches = harness.endless(loader, loader.data_sampler, len(train_set) // args.batch_size, accumulation)
 
     strategy = os.path.splitext(os.path.basename(args.deepspeed_config))[0]
-    meter = harness.Meter(args, strategy, n_parameters, train_set.text.name, device)
+    meter = harness.Meter(args, strategy, n_parameters, train_set.name, device)
     meter.print(*changes)
     states = accounting.DeepSpeedStates(engine, config)
 
@@ -108,7 +110,7 @@ def estimate_memory(args, rank: int) -> None:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_live
 
-    model = harness.get_model(args, vocab_size=65)  # Tiny Shakespeare's
+    model = harness.get_model(args, workload.N_OUTPUTS[args.workload])
     if rank == 0:
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         print(f"{args.model}: {size / accounting.GB:.3f}GB of fp32 parameters")

@@ -103,7 +103,7 @@ def main():
     batches = harness.endless(loader, sampler, len(train_set) // args.batch_size, accumulation)
 
     strategy = "deepspeed_pp" + ("_dp" if data_parallel_size > 1 else "")
-    meter = harness.Meter(args, strategy, n_parameters.item() // data_parallel_size, train_set.text.name, device)
+    meter = harness.Meter(args, strategy, n_parameters.item() // data_parallel_size, train_set.name, device)
     meter.print(*changes)
     states = accounting.DeepSpeedStates(engine, config)
     # A backward pass ends at its stage's first parameters; the engine has no other place to look in between.

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import accounting
 import activations
 import harness
+import workload
 
 
 def main():
@@ -41,6 +42,7 @@ def main():
     world_size = int(os.environ.setdefault("WORLD_SIZE", "1"))
 
     parser = harness.build_parser(__doc__)
+    workload.add_flags(parser.add_argument)
     strategies = ["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"]
     parser.add_argument("--sharding-strategy", choices=strategies, default="FULL_SHARD", help="(default: %(default)s)")
     parser.add_argument("--shard-size", type=harness.number(int, 1), help="HYBRID_SHARD: processes that share one copy")
@@ -85,11 +87,13 @@ def main():
     load = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=args.offload)
     set_model_state_dict(model, whole, options=load)
     del whole
+    for buffer in model.buffers():  # running statistics of a BatchNorm are neither sharded nor offloaded
+        buffer.data = buffer.to(device)
 
     optimizer = harness.get_optimizer(args, model.parameters())
     scheduler = harness.get_scheduler(args, optimizer)
     strategy = f"fsdp_{args.sharding_strategy.lower()}" + ("_offload" if args.offload else "")
-    meter = harness.Meter(args, strategy, n_parameters, train_set.text.name, device)
+    meter = harness.Meter(args, strategy, n_parameters, train_set.name, device)
     if args.offload and device.type == "cpu":
         meter.print("config: --offload changes nothing: on a machine without a GPU everything is in CPU memory")
 

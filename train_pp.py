@@ -107,7 +107,7 @@ def main():
     optimizer = harness.get_optimizer(args, model.parameters())
     scheduler = harness.get_scheduler(args, optimizer)
     strategy = schedule_kind.strategy + ("_dp" if data_parallel_size > 1 else "")
-    meter = harness.Meter(args, strategy, n_parameters.item(), train_set.text.name, device)
+    meter = harness.Meter(args, strategy, n_parameters.item(), train_set.name, device)
 
     for step in range(1, args.steps + 1):
         micro_batches = [next(batches) for _ in range(accumulation)]

@@ -110,7 +110,7 @@ def main():
     optimizer = harness.get_optimizer(args, model.parameters())
     scheduler = harness.get_scheduler(args, optimizer)
     strategy = "tp" + ("_sp" if args.sequence_parallel else "") + ("_dp" if data_parallel_size > 1 else "")
-    meter = harness.Meter(args, strategy, n_parameters, train_set.text.name, device)
+    meter = harness.Meter(args, strategy, n_parameters, train_set.name, device)
 
     for step in range(1, args.steps + 1):
         step_loss = torch.zeros((), device=device)

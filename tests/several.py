@@ -18,21 +18,33 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
+def start(init_process_group, backend=None, **given):
+    """With the store, whatever address DeepSpeed would have it meet at."""
+    given.pop("init_method", None)
+    init_process_group(backend, **given)
+
+
 def runs(script: str, command_lines: list[list[str]]):
     """Run them, and yield the number of each when it has ended."""
     module = importlib.import_module(script)
     launched = "RANK" in os.environ
-    store, rank, world_size = next(dist.rendezvous("env://")) if launched else (None, 0, 1)
-    init_process_group = dist.init_process_group
+    store, rank, world_size = None, int(os.environ.get("RANK", "0")), 1
+    if launched and script != "train_deepspeed":
+        store, rank, world_size = next(dist.rendezvous("env://"))
+    init_process_group, destroy_process_group = dist.init_process_group, dist.destroy_process_group
     for number, arguments in enumerate(command_lines):
         if rank == 0:
             print(f"== {number}", flush=True)
-        if launched:  # the launcher's store is one for all: each process group gets keys of its own in it
+        if script == "train_deepspeed" and launched:  # which remembers its first process group: one for all
+            dist.destroy_process_group = lambda: None
+        elif launched:  # the launcher's store is one for all: each process group gets keys of its own in it
             own = dist.PrefixStore(f"several-{number}", store)
-            dist.init_process_group = partial(init_process_group, store=own, rank=rank, world_size=world_size)
+            dist.init_process_group = partial(start, init_process_group, store=own, rank=rank, world_size=world_size)
         sys.argv = [f"{script}.py", *arguments]
         module.main()
         yield number
+    if script == "train_deepspeed" and launched:
+        destroy_process_group()
 
 
 if __name__ == "__main__":

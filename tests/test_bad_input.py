@@ -215,7 +215,7 @@ def test_processes_download_once_and_a_read_only_folder_ends_in_a_text(run, torc
     arguments = ["--batch-size", "4", "--steps", "1", "--eval-steps", "0"]
     done = run(torchrun(2, "train_ddp.py", *arguments), 90, cwd=tmp_path, TINYSHAKESPEARE_URL="http://127.0.0.1:9/")
     assert done.returncode == 0, done.stderr
-    assert "text=python-help" in done.stdout
+    assert "data=python-help" in done.stdout
     assert done.stderr.count("NOT TINY SHAKESPEARE") == 1
 
 

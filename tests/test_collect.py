@@ -12,7 +12,7 @@ import collect
 ROOT = Path(__file__).resolve().parent.parent
 RUN = (
     "run: strategy={name}, model=nano, parameters=816640, n_layer=4, block_size=64, dropout=0.0, processes=2, "
-    "device=cpu, precision=fp32, batch=8, micro_batch=2, optimizer=adamw, steps=20, text=a, b.txt, "
+    "device=cpu, precision=fp32, batch=8, micro_batch=2, optimizer=adamw, steps=20, data=a, b.txt, "
     "shared_gpu=False, torch=2.14.1+cu130"
 )
 METER = (
@@ -74,7 +74,7 @@ def test_tables(tmp_path):
     assert float(row["tokens_per_second"]) == pytest.approx(163.186 * 64)
     assert float(row["memory_average_gb"]) == pytest.approx(0.6)
     assert float(row["model_states_gb"]) == pytest.approx(0.003042 + 0.001521 + 0.006084)
-    assert (row["validation_loss"], row["text"], row["optimizer"]) == ("3.864486", "a, b.txt", "adamw")
+    assert (row["validation_loss"], row["data"], row["optimizer"]) == ("3.864486", "a, b.txt", "adamw")
     samples = rows(tmp_path / "samples.csv")
     assert [(row["strategy"], row["step"], row["loss"]) for row in samples[:2]] == [
         ("ddp", "10", "4"),

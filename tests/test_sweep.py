@@ -67,7 +67,7 @@ if behave == "memory":
 if rank == 0 and behave != "silent":
     print(f"run: strategy={strategy}, model=nano, parameters=816640, block_size=64, dropout=0.0, "
           f"processes={os.environ['WORLD_SIZE']}, device=cpu, precision=fp32, batch={value('--batch-size')}, "
-          f"micro_batch={value('--micro-batch-size')}, optimizer=adamw, steps={steps}, text=fake.txt, "
+          f"micro_batch={value('--micro-batch-size')}, optimizer=adamw, steps={steps}, data=fake.txt, "
           f"shared_gpu=False, torch=2", flush=True)
     for step in range(1, steps + 1):
         print(f"meter: step={step}/{steps}, RunningAvgSamplesPerSec=100, CurrSamplesPerSec=100, "
@@ -99,6 +99,7 @@ def copy(tmp_path_factory):
         "collect.py",
         "plot.py",
         "gptlite.py",
+        "workload.py",
         "requirements.txt",
     ]:
         shutil.copy(ROOT / name, folder / name)
@@ -317,7 +318,7 @@ def test_a_sweep_trains_on_the_cpu_though_the_usual_port_is_taken(run, environme
         ("zero1", "ok", "cpu"),
     ]
     ddp, zero1 = summary
-    assert ddp["text"] == text_file.name
+    assert ddp["data"] == text_file.name
     assert float(ddp["final_loss"]) == pytest.approx(float(zero1["final_loss"]), rel=1e-4)
     assert float(ddp["validation_loss"]) == pytest.approx(float(zero1["validation_loss"]), rel=1e-4)
     assert float(ddp["tokens_per_second"]) == pytest.approx(64 * float(ddp["samples_per_second"]), rel=1e-5)
