@@ -69,7 +69,8 @@ class Saved:
     hooks = None  # those that are in force: one pair at a time
 
     def __init__(self, args, device: torch.device, blocks=()):
-        self.checkpoints = args.activation_checkpointing
+        self.checkpoints, self.device = args.activation_checkpointing, device
+        self.more_steps = getattr(args, "steps", 1) > 1
         self.offload = Offload(device) if args.activation_offload else None
         self.counting = True
         self.holders: dict[int, int] = {}  # address of a storage: how many tensors that autograd holds look into it
@@ -95,6 +96,9 @@ class Saved:
         self.counting = False
         if not self.offload:
             self.stop_hooks()
+        if self.checkpoints and self.more_steps:
+            # The first step held one block more than the others will (see checkpoint()).
+            accounting.reset_peak_memory(self.device)
         return {"Activations": self.peak} | ({"BlockActivations": self.block or 0} if self.checkpoints else {})
 
     @staticmethod
@@ -298,15 +302,29 @@ VARIANTS += [["--activation-checkpointing", "--activation-offload"], ["--compile
 VARIANTS += [["--activation-checkpointing", "--compile"]]
 
 
-def measure(config: gptlite.GPTConfig, vocab_size: int, batch: int, args) -> int:
-    """Bytes at the peak of a training step on random tokens, on the CPU."""
-    model = gptlite.GPTlite(vocab_size, config)
-    tokens = torch.randint(vocab_size, (batch, config.block_size))
-    saved = Saved(args, torch.device("cpu"), model.blocks)
-    logits = model(tokens)
-    F.cross_entropy(logits.flatten(0, -2), tokens.flatten()).backward()
+def measure(config: gptlite.GPTConfig, vocab_size: int, batch: int, args, device=None) -> tuple[int, int | None]:
+    """Bytes at the peak of a training step on random tokens: as counted, and on a GPU as its allocator says.
+
+    The allocator's peak also has what lives for a moment only, such as the gradients of activations.
+    """
+    device = device or torch.device("cpu")
+    model = gptlite.GPTlite(vocab_size, config).to(device)
+    tokens = torch.randint(vocab_size, (batch, config.block_size), device=device)
+    saved = Saved(args, device, model.blocks)
+
+    def step():
+        logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, -2), tokens.flatten()).backward()
+
+    step()
+    counted, allocated = saved.count()["Activations"], None
+    if device.type != "cpu":  # once more: the gradients of the parameters are there now
+        accounting.reset_peak_memory(device)
+        before, _ = accounting.memory(device)
+        step()
+        allocated = accounting.memory(device)[1] - before
     saved.stop_hooks()
-    return saved.count()["Activations"]
+    return counted, allocated
 
 
 def main():
@@ -324,16 +342,19 @@ def main():
     add_flags(flags.add_argument)
     batch, vocab_size = options.micro_batch_size, options.vocab_size
     rows = csv.writer(sys.stdout, lineterminator="\n")
-    rows.writerow(["model", "block size", "micro batch", "flags", "counted (MB)", "theory (MB)", "times less"])
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = accelerator if accelerator and accelerator.type != "mps" else torch.device("cpu")
+    columns = ["model", "block size", "micro batch", "flags", "counted (MB)", "theory (MB)", "times less"]
+    rows.writerow(columns + (["allocator's peak (MB)"] if device.type != "cpu" else []))
     for name in options.models:
         config = gptlite.get_config(name, block_size=options.block_size, dropout=options.dropout)
         plain = None
         for variant in VARIANTS:
             args = flags.parse_args(variant)
-            if problem := find_problem(args, torch.device("cpu")):
+            if problem := find_problem(args, device):
                 print(f"warning: {problem}", file=sys.stderr)
                 continue
-            counted = measure(config, vocab_size, batch, args)
+            counted, allocated = measure(config, vocab_size, batch, args, device)
             plain = plain or counted
             # What a compiled block saves, and what it computes again, is for the compiler to decide.
             theory = None if args.compile else predict(config, vocab_size, batch, args.activation_checkpointing)
@@ -342,7 +363,8 @@ def main():
                     *(name, config.block_size, batch, " ".join(variant) or "none"),
                     f"{counted / 2**20:.2f}",
                     f"{theory / 2**20:.2f}" if theory else "-",
-                    f"{plain / counted:.2f}",
+                    f"{plain / max(1, counted):.2f}",
+                    *([f"{allocated / 2**20:.2f}"] if allocated is not None else []),
                 ]
             )
             sys.stdout.flush()
