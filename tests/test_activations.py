@@ -242,6 +242,20 @@ def test_ddp_trains_the_same(several):
 
 
 @pytest.mark.full
+def test_resident_memory_falls_by_what_is_counted(run, text_file):
+    peaks, counts = [], []
+    for line in ("", CHECKPOINTING):
+        shape = "--model baby --batch-size 8 --micro-batch-size 8 --steps 3 --log-every 1 --eval-steps 0 "
+        done = run([sys.executable, "train_ddp.py", *(shape + line).split(), "--data", text_file], timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        counts += re.findall(r"step=3/3.* Activations=([\d.]+)GB", done.stdout)
+        peaks += re.findall(r"step=3/3.* MaxMemAllocated=([\d.]+)GB", done.stdout)
+    counted, resident = (float(values[0]) - float(values[1]) for values in (counts, peaks))
+    assert counted > 0.15
+    assert resident == pytest.approx(counted, rel=0.25)
+
+
+@pytest.mark.full
 def test_ddp_compiled(several, tmp_path):
     # Nine blocks are more than Dynamo compiles versions of one function: they must share one.
     environment = {"TORCHINDUCTOR_CACHE_DIR": tmp_path, "TORCH_LOGS": ""}
