@@ -21,14 +21,18 @@ HELP = "send gradients as bf16 or fp16 (half the bytes), or as PowerSGD's thin m
 RANK_HELP = "powersgd: the rank r of the matrices; more is slower and more exact (default: 4)"
 
 
-def add_flags(parser) -> None:
+def parse_args(parser):
+    """The flags, with those of this module."""
     parser.add_argument("--comm-hook", choices=NAMES, help=HELP)
     parser.add_argument("--powersgd-rank", type=harness.number(int, 1), metavar="R", help=RANK_HELP)
-
-
-def check(args) -> None:
+    args = parser.parse_args()
     if args.powersgd_rank and args.comm_hook != "powersgd":
         harness.fail("--powersgd-rank belongs to --comm-hook powersgd")
+    return args
+
+
+def strategy(args) -> str:
+    return f"ddp_{args.comm_hook}_hook" if args.comm_hook else "ddp"
 
 
 def exact_steps(steps: int) -> int:

@@ -36,9 +36,7 @@ def main():
     world_size = int(os.environ.setdefault("WORLD_SIZE", "1"))
 
     parser = harness.build_parser(__doc__)
-    comm_hooks.add_flags(parser)
-    args = parser.parse_args()
-    comm_hooks.check(args)
+    args = comm_hooks.parse_args(parser)
     accumulation = harness.accumulation_steps(args, world_size)
 
     device, backend = harness.pick_device(args, local_rank)
@@ -61,8 +59,7 @@ def main():
 
     optimizer = harness.get_optimizer(args, model.parameters())
     scheduler = harness.get_scheduler(args, optimizer)
-    strategy = f"ddp_{args.comm_hook}_hook" if args.comm_hook else "ddp"
-    meter = harness.Meter(args, strategy, n_parameters, train_set.text.name, device)
+    meter = harness.Meter(args, comm_hooks.strategy(args), n_parameters, train_set.text.name, device)
 
     for step in range(1, args.steps + 1):
         step_loss = torch.zeros((), device=device)
