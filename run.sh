@@ -370,7 +370,9 @@ done
 
 echo
 "$PYTHON" collect.py "$OUT" || FAILED=1
-[ -z "$SUFFIX" ] || { echo && "$PYTHON" buckets.py "$OUT"; }
+case $NAMES in
+  *_bucket_*) echo && "$PYTHON" buckets.py "$OUT" ;;
+esac
 echo
 attended "$PYTHON" plot.py "$OUT" || FAILED=1
 exit $FAILED
