@@ -4,8 +4,8 @@
     python readme.py --check    exit with 1, and name them, if parts are out of date
 
 A part names what it shows: `diff A B` (two scripts without their docstrings), `table FOLDER` (a
-sweep's summary.csv), `bubble FOLDER` (predicted and measured, of its pipelines), `output COMMAND...`
-(what a command prints).
+sweep's summary.csv), `bubble FOLDER` (predicted and measured, of its pipelines), `buckets FOLDER`
+(predicted and measured, of run.sh --bucket-sizes), `output COMMAND...` (what a command prints).
 """
 
 import ast
@@ -63,6 +63,8 @@ def content(name: str) -> str:
         return command("collect.py", arguments[0], "--markdown")
     if kind == "bubble":
         return bubble(arguments[0])
+    if kind == "buckets":
+        return command("buckets.py", arguments[0])
     if kind == "output":
         return fenced(command(*arguments))
     sys.exit(f"README.md: no such kind of part: {name}")
