@@ -18,6 +18,8 @@ import warnings
 
 import torch
 
+import buckets
+import ds_sections
 from harness import fail
 
 # The top-level keys of DeepSpeed 0.19.8's documentation ("DeepSpeed Configuration JSON") and source.
@@ -32,10 +34,8 @@ KNOWN_KEYS = [
     "prescale_gradients",
     "gradient_predivide_factor",
     "gradient_allreduce_op",
-    "sparse_gradients",
     "fp16",
     "bf16",
-    "amp",
     "torch_autocast",
     "gradient_clipping",
     "zero_optimization",
@@ -52,19 +52,14 @@ KNOWN_KEYS = [
     "flops_profiler",
     "autotuning",
     "activation_checkpointing",
-    "sparse_attention",
     "data_efficiency",
-    "curriculum_learning",
     "monitor_config",
     "tensorboard",
     "wandb",
     "comet",
     "csv_monitor",
     "comms_logger",
-    "compression_training",
-    "elasticity",
     "checkpoint",
-    "nebula",
     "dataloader_drop_last",
     "disable_allgather",
     "hybrid_engine",
@@ -72,11 +67,7 @@ KNOWN_KEYS = [
     "pipeline",
     "tensor_parallel",
     "weight_quantization",
-    "graph_harvesting",
     "use_data_before_expert_parallel_",
-    "progressive_layer_drop",
-    "eigenvalue",
-    "quantize_training",
     "vocabulary_size",
     "expert_parallel",
     "sequence_parallel_size",
@@ -88,7 +79,8 @@ KNOWN_KEYS = [
 
 
 def read(path: str) -> dict:
-    """The JSON at `path`; any mistake in it ends the program with one line and exit code 2."""
+    """The JSON at `path` (or in it: see ds_sections.from_autotuner); a mistake in it is one line and exit code 2."""
+    given = ds_sections.from_autotuner(path)
 
     def unique(pairs):
         keys = [key for key, _ in pairs]
@@ -98,8 +90,12 @@ def read(path: str) -> dict:
         return dict(pairs)
 
     try:
-        with open(path, encoding="utf-8") as file:
-            config = json.load(file, object_pairs_hook=unique)
+        if given is None:
+            with open(path, encoding="utf-8") as file:
+                given = file.read()
+        else:
+            path = ds_sections.AUTOTUNER
+        config = json.loads(given, object_pairs_hook=unique)
     except OSError as error:
         fail(f"cannot read the DeepSpeed config {path}: {error.strerror}")
     except UnicodeDecodeError:
@@ -112,7 +108,7 @@ def read(path: str) -> dict:
         if value == "auto":
             fail(f'{path}: "{key}" is "auto", which only Hugging Face\'s Trainer fills in: give a value')
     for key in config:
-        if key not in KNOWN_KEYS:
+        if key not in KNOWN_KEYS + ds_sections.REMOVED:
             near = difflib.get_close_matches(key, KNOWN_KEYS, 1, cutoff=0.75)
             if near:
                 fail(f'{path}: DeepSpeed does not know "{key}" and would ignore it: did you mean "{near[0]}"?')
@@ -120,6 +116,7 @@ def read(path: str) -> dict:
     for key in ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16", "activation_checkpointing", "pipeline"):
         if not isinstance(config.get(key, {}), dict):
             fail(f'{path}: "{key}" must be an object, {{...}}, not {json.dumps(config[key])}')
+    ds_sections.check(config, path)
     return config
 
 
@@ -182,8 +179,10 @@ def flag_values(config: dict, path: str, world_size: int) -> dict:
         )
     if "optimizer" in config:
         found["optimizer"] = str(config["optimizer"].get("type")).lower()
-    if "scheduler" not in config:
-        found["warmup_steps"] = 0  # DeepSpeed then keeps the learning rate constant
+    if not str(get(config, "scheduler.type")).startswith("Warmup"):
+        found["warmup_steps"] = 0  # no scheduler: a constant rate; another one: its own keys decide
+        if "scheduler" in config:
+            found.setdefault("lr", 1e-3)
     fp16 = bool(get(config, "fp16.enabled"))
     found |= read_checkpointing(config, path)
     found["precision"] = "bf16" if get(config, "bf16.enabled") else "fp16" if fp16 else "fp32"
@@ -221,13 +220,44 @@ def apply_flags(config: dict, path: str, args, given: dict, world_size: int) -> 
         config["zero_force_ds_cpu_optimizer"] = False
     config["optimizer"].setdefault("params", {}).update(lr=args.lr, weight_decay=args.weight_decay)
 
-    if args.warmup_steps != given.get("warmup_steps") or args.lr != given.get("lr"):
+    set_schedule(config, path, args, given)
+    return changes
+
+
+# Where DeepSpeed's and PyTorch's schedulers that do not start from the optimizer's rate have their own.
+RATES = {
+    "OneCycle": "cycle_max_lr",
+    "LRRangeTest": "lr_range_test_min_lr",
+    "OneCycleLR": "max_lr",
+    "CyclicLR": "max_lr",
+}
+
+
+def set_schedule(config: dict, path: str, args, given: dict) -> None:
+    """Write --lr and --warmup-steps into the scheduler, where it has keys for them; else say what to change."""
+    kind = get(config, "scheduler.type")
+    new_rate, new_warmup = args.lr != given.get("lr"), args.warmup_steps != given.get("warmup_steps")
+    if kind in (None, "WarmupLR"):
         if args.warmup_steps == 0:
             config.pop("scheduler", None)
-        else:
+        elif new_rate or new_warmup:
             scheduler = config.setdefault("scheduler", {"type": "WarmupLR", "params": {"warmup_type": "linear"}})
             scheduler.setdefault("params", {}).update(warmup_max_lr=args.lr, warmup_num_steps=args.warmup_steps)
-    return changes
+    elif kind in ("WarmupDecayLR", "WarmupCosineLR"):
+        if args.warmup_steps == 0:
+            fail(
+                f"--warmup-steps 0 does not go with {kind}, which would not decay either: "
+                f'take "scheduler" out of {path}'
+            )
+        if new_rate or new_warmup:
+            params = config["scheduler"].setdefault("params", {})
+            params["warmup_num_steps"] = args.warmup_steps
+            if kind == "WarmupDecayLR":  # WarmupCosineLR scales the optimizer's rate
+                params["warmup_max_lr"] = args.lr
+    elif new_warmup:
+        fail(f'{kind}, the scheduler of {path}, has no --warmup-steps: change "scheduler.params" there')
+    elif new_rate and kind in RATES:
+        fail(f'{kind}, the scheduler of {path}, has no --lr: change "scheduler.params.{RATES[kind]}" there')
 
 
 def parse_args(parser, world_size: int):
@@ -244,22 +274,30 @@ def parse_args(parser, world_size: int):
     if path is None:
         fail("no strategy: give --deepspeed_config a file of ds_configs/")
     config = read(path)
+    path = ds_sections.AUTOTUNER if ds_sections.from_autotuner(path) else path
     given = flag_values(config, path, world_size)
     parser.set_defaults(**given)
     args = parser.parse_args()
+    args.deepspeed_config = path
     changes = apply_flags(config, path, args, given, world_size)
-    if args.device == "cpu" or not torch.accelerator.is_available():
+    changes += buckets.apply(config, args.bucket_size, path)
+    changes += ds_sections.switch_off_autotuning(config, path)
+    on_cpu = args.device == "cpu" or not torch.accelerator.is_available()
+    if on_cpu:
         changes += switch_off_pinning(config)
+    device = "cpu" if on_cpu else torch.accelerator.current_accelerator().type
+    ds_sections.check_zeropp(config, path, device, world_size)
+    changes += ds_sections.use_monitor_folder(config, args.monitor_path)
     return args, config, changes
 
 
-def zero_stage(config: dict, path: str) -> int:
-    """The ZeRO stage, after DeepSpeed itself has checked the keys and values of "zero_optimization"."""
+def zero_config(config: dict, path: str):
+    """DeepSpeed's own reading of "zero_optimization", which checks its keys and values and fills in defaults."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
     try:
-        return int(DeepSpeedZeroConfig(**config.get("zero_optimization", {})).stage)
+        return DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
@@ -370,15 +408,24 @@ def prepare(config: dict, args) -> int:
     leave_collectives_to_gloo()
     if shutil.which("ninja") is None:  # pip's ninja lies beside Python, which may have been called by its path
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), os.path.dirname(sys.executable)])
-    stage = zero_stage(config, path)
-    if stage == 3 and args.compile:
+    zero = zero_config(config, path)
+    if zero.stage == 3 and args.compile:
         fail(
             f"{path}: ZeRO-3 fetches parameters inside of what --compile would compile, which then compiles anew for "
             "each layer and gives up: leave --compile out, or take ZeRO-2"
         )
+    buffers = buckets.predict(zero, 4 if given_fp32(config) else 2)
+    device = os.environ["DS_ACCELERATOR"]
+    buckets.check(buffers, path, device, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1))
+    if args.bucket_size and int(os.environ["RANK"]) == 0:
+        print(buckets.describe(zero, buffers), flush=True)
     use_swap_folder(config, path, args.nvme_path)
     load_ops(config, path)
-    return stage
+    return int(zero.stage)
+
+
+def given_fp32(config: dict) -> bool:
+    return not (get(config, "bf16.enabled") or get(config, "fp16.enabled"))
 
 
 def leave_collectives_to_gloo() -> None:
@@ -403,6 +450,11 @@ def load_ops(config: dict, path: str) -> None:
         if devices & {"cpu", "nvme"} and is_adam:
             with patience("cpu_adam"):
                 CPUAdamBuilder().load(verbose=False)
+        if ds_sections.quantizes(config):
+            from deepspeed.ops.op_builder import QuantizerBuilder
+
+            with patience("the quantizer of ZeRO++"):
+                QuantizerBuilder().load(verbose=False)
         if "nvme" in devices:
             if not AsyncIOBuilder().is_compatible(verbose=False):
                 fail("offload to NVMe needs libaio's headers: install them (Debian, Ubuntu: apt install libaio-dev)")
@@ -410,6 +462,8 @@ def load_ops(config: dict, path: str) -> None:
                 AsyncIOBuilder().load(verbose=False)
     except (RuntimeError, ImportError, OSError) as error:
         reason = str(error).strip().splitlines()[0][:100]
+        if ds_sections.quantizes(config):
+            fail(f"{path} quantizes, which needs the CUDA toolkit (nvcc) for DeepSpeed's operators: {reason}")
         fail(f"{path} offloads, which needs a C++ compiler for DeepSpeed's operators (apt install g++): {reason}")
 
 

@@ -5,7 +5,8 @@
 
 A part names what it shows: `diff A B` (two scripts without their docstrings), `table FOLDER` (a
 sweep's summary.csv), `csv FILE` (a table as it is), `bubble FOLDER` (predicted and measured, of its
-pipelines), `output COMMAND...` (what a command prints).
+pipelines), `buckets FOLDER` (predicted and measured, of run.sh --bucket-sizes), `output COMMAND...`
+(what a command prints).
 """
 
 import ast
@@ -73,6 +74,8 @@ def content(name: str) -> str:
         return csv_table(arguments[0])
     if kind == "bubble":
         return bubble(arguments[0])
+    if kind == "buckets":
+        return command("buckets.py", arguments[0])
     if kind == "output":
         return fenced(command(*arguments))
     sys.exit(f"README.md: no such kind of part: {name}")

@@ -18,6 +18,8 @@ writes results/MACHINE/: a log per strategy, samples.csv, summary.csv, charts, m
   --data PATH             the text to learn (default: Tiny Shakespeare), or the folder with CIFAR-10's files
   --nvme-path DIR         where zero3_nvme swaps to (default: the folder for temporary files)
   --timeout SECONDS       limit for one strategy (default: 3600; 900 for nano and baby without a GPU)
+  --bucket-sizes          ZeRO 2 and 3 with buckets of 5e5, 5e7 and 5e8 elements in place of the strategies, into
+                          results/MACHINE-buckets: what the buffers cost in memory
   --out DIR               folder of the results (default: results/MACHINE)
   --list                  print the names of the strategies
   --help                  print this
@@ -37,6 +39,10 @@ STRATEGIES="ddp fsdp_no_shard fsdp_shard_grad_op fsdp_full_shard fsdp_hybrid_sha
   zero0 zero1 zero2 zero3 zero2_offload zero3_offload zero3_nvme
   tp tp_sp tp_dp pp_gpipe pp_1f1b pp_interleaved pp_zbv pp_1f1b_dp deepspeed_pp
   ddp_checkpointing ddp_activation_offload fsdp_checkpointing"
+# Trained only when named. These send less than fp32 gradients and parameters, so that their losses differ:
+LOSSY="ddp_bf16_hook ddp_fp16_hook ddp_powersgd_hook zeropp"
+# And these, for --bucket-sizes, train as zero2 and zero3 do:
+BUCKETS="zero2_bucket_5e5 zero2_bucket_5e7 zero2_bucket_5e8 zero3_bucket_5e5 zero3_bucket_5e7 zero3_bucket_5e8"
 
 # What strategy $1 is: the script and its arguments, and what it needs here. Sets COMMAND and SHOWN, the
 # command as run and as written in the results; PROCESSES; and REASON, if it cannot run on this machine.
@@ -70,8 +76,16 @@ describe() {
     ddp_checkpointing)  with_torchrun train_ddp.py --activation-checkpointing ;;
     ddp_activation_offload) with_torchrun train_ddp.py --activation-offload ;;
     fsdp_checkpointing) with_torchrun train_fsdp.py --activation-checkpointing ;;
+    ddp_*_hook)         STEM=${1#ddp_} && with_torchrun train_ddp.py --comm-hook "${STEM%_hook}" ;;
+    zeropp)             needs_cuda && needs_ops QuantizerBuilder && with_deepspeed zeropp.json ;;
+    zero?_bucket_*)     needs_deepspeed && with_deepspeed "${1%%_*}.json" && with_flag --bucket-size "${1##*_}" ;;
     *) return 1 ;;
   esac
+}
+
+with_flag() {
+  COMMAND+=("$@")
+  SHOWN="$SHOWN $*"
 }
 
 # Tensor parallelism and pipelines: data-parallel copies of the model, all processes in 1, or in copies of 2 processes.
@@ -132,6 +146,11 @@ fits_layers() {
     PROCESSES=$((PROCESSES - 1))
   done
   [ "$PROCESSES" -gt 1 ] || REASON="needs at least 2 processes, and a micro-batch and layers for each"
+  [ -z "$REASON" ]
+}
+
+needs_cuda() {
+  [ "$DEVICE" = cuda ] || REASON="ZeRO++ quantizes with a CUDA kernel: it needs NVIDIA GPUs"
   [ -z "$REASON" ]
 }
 
@@ -209,7 +228,7 @@ show() {
   done
 }
 
-WORKLOAD=gptlite NPROC= STEPS= MODEL= BATCH= MICRO= DATA= NVME_PATH= TIMEOUT= OUT= NAMES= NVME=
+WORKLOAD=gptlite NPROC= STEPS= MODEL= BATCH= MICRO= DATA= NVME_PATH= TIMEOUT= OUT= NAMES= NVME= SUFFIX=
 EXTRA=()
 show ./run.sh "$@"
 INVOCATION=$SHOWN
@@ -238,14 +257,15 @@ while [ $# -gt 0 ]; do
       esac
       shift 2
       ;;
-    --list) printf '%s\n' $STRATEGIES && exit ;;
+    --bucket-sizes) NAMES="$NAMES $BUCKETS" SUFFIX=-buckets && shift ;;
+    --list) printf '%s\n' $STRATEGIES $LOSSY $BUCKETS && exit ;;
     --help | -h) usage && exit ;;
     --) shift && EXTRA=("$@") && break ;;
     -*) fail "there is no option $1 (see --help)" ;;
     *)
-      case " $(echo $STRATEGIES) " in
+      case " $(echo $STRATEGIES $LOSSY $BUCKETS) " in
         *" $1 "*) NAMES="$NAMES $1" && shift ;;
-        *) fail "there is no strategy $1: there are $(echo $STRATEGIES)" ;;
+        *) fail "there is no strategy $1: there are $(echo $STRATEGIES $LOSSY $BUCKETS)" ;;
       esac
       ;;
   esac
@@ -317,7 +337,7 @@ flags() {
   FLAGS+=("${EXTRA[@]}")
 }
 
-OUT=${OUT:-$PWD/results/$MACHINE}
+OUT=${OUT:-$PWD/results/$MACHINE$SUFFIX}
 mkdir -p "$OUT/log" 2> /dev/null || fail "cannot write to $OUT"
 if [ -n "$NAMES" ] && [ -f "$OUT/machine.txt" ]; then # the rows of earlier sweeps stay: so do their commands
   grep '^command: ' "$OUT/machine.txt" | grep -vxF "command: $INVOCATION" >> "$TEMP/machine.txt"
@@ -371,6 +391,9 @@ done
 
 echo
 "$PYTHON" collect.py "$OUT" || FAILED=1
+case $NAMES in
+  *_bucket_*) echo && "$PYTHON" buckets.py "$OUT" ;;
+esac
 echo
 attended "$PYTHON" plot.py "$OUT" || FAILED=1
 exit $FAILED

@@ -8,6 +8,7 @@
 Holds:  everything: 16 bytes per parameter in fp32 with AdamW, on each process.
 Sends:  the gradients, once per step: all-reduced in buckets while the backward pass goes on, so
         that the network works on the last layers' buckets while the first layers' are computed.
+        --comm-hook sends them as 16 bits, or as PowerSGD's thin matrices, where the network is slow.
 Choose: it when the model fits. Nothing that shards is faster.
 
     torchrun --standalone --nproc_per_node=8 train_ddp.py
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import accounting
 import activations
+import comm_hooks
 import harness
 import workload
 
@@ -38,7 +40,7 @@ def main():
 
     parser = harness.build_parser(__doc__)
     workload.add_flags(parser.add_argument)
-    args = parser.parse_args()
+    args = comm_hooks.parse_args(parser)
     accumulation = harness.accumulation_steps(args, world_size)
 
     device, backend = harness.pick_device(args, local_rank)
@@ -58,10 +60,11 @@ def main():
     # The strategy: gradients are averaged over all processes as the backward pass produces them,
     # and live in the buckets they are sent from, not in a copy beside them.
     model = DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
+    comm_hooks.register(model, args)  # --comm-hook: what is sent in place of fp32
 
     optimizer = harness.get_optimizer(args, model.parameters())
     scheduler = harness.get_scheduler(args, optimizer)
-    meter = harness.Meter(args, "ddp", n_parameters, train_set.name, device)
+    meter = harness.Meter(args, comm_hooks.strategy(args), n_parameters, train_set.name, device)
 
     for step in range(1, args.steps + 1):
         step_loss = torch.zeros((), device=device)

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 import accounting
 import activations
+import buckets
 import ds_config
 import harness
 import workload
@@ -44,6 +45,8 @@ def main():
     add("--deepspeed_config", metavar="JSON", help="the strategy: a file of ds_configs/; flags override what it says")
     add("--deepspeed", action="store_true", help="accepted, as DeepSpeed's own examples pass it")
     add("--nvme-path", metavar="DIR", help="where ZeRO-Infinity swaps to (default: the system's temporary folder)")
+    add("--bucket-size", type=buckets.elements, metavar="N", help="elements of all communication buckets (500000, 5e8)")
+    add("--monitor-path", metavar="DIR", help="where DeepSpeed's monitor writes (default: what the JSON says)")
     add("--estimate-memory", type=harness.number(int, 1), nargs="?", const=8, metavar="GPUS", help=ESTIMATE_HELP)
     args, config, changes = ds_config.parse_args(parser, world_size)
     accumulation = harness.accumulation_steps(args, world_size)
@@ -77,6 +80,7 @@ def main():
     batches = harness.endless(loader, loader.data_sampler, len(train_set) // args.batch_size, accumulation)
 
     strategy = os.path.splitext(os.path.basename(args.deepspeed_config))[0]
+    strategy += f"_bucket_{buckets.name(args.bucket_size)}" if args.bucket_size else ""
     meter = harness.Meter(args, strategy, n_parameters, train_set.name, device)
     meter.print(*changes)
     states = accounting.DeepSpeedStates(engine, config)

@@ -129,3 +129,26 @@ def nothing_left_running():
     names = [(p.pid, " ".join(p.cmdline())) for p in left if p.is_running()]
     end(left)
     assert not names, f"the tests left processes behind: {names}"
+
+
+@pytest.fixture
+def mistake(monkeypatch, capsys):
+    """mistake(main, *arguments, world_size=1): run a script's main to its exit code 2; returns its one line."""
+
+    def call(main, *arguments, world_size=1):
+        monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        for name in ("MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):  # main sets them: take them back afterwards
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        with pytest.raises(SystemExit) as stop:
+            main()
+        lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning:")]
+        assert stop.value.code == 2
+        assert len(lines) == 1, lines
+        assert "error: " in lines[0]
+        return lines[0]
+
+    return call

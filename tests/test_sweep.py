@@ -49,6 +49,8 @@ STRATEGIES = [
     "ddp_activation_offload",
     "fsdp_checkpointing",
 ]
+BY_NAME = ["ddp_bf16_hook", "ddp_fp16_hook", "ddp_powersgd_hook", "zeropp"]
+BY_NAME += [f"zero{stage}_bucket_{size}" for stage in (2, 3) for size in ("5e5", "5e7", "5e8")]
 
 FAKE = r"""
 import os, signal, subprocess, sys, tempfile, time
@@ -131,7 +133,7 @@ def test_help_list_and_wrong_options(run):
     assert result.returncode == 0
     assert "--micro-batch-size" in result.stdout
     result = run(["./run.sh", "--list"], **bare)
-    assert (result.returncode, result.stdout.split()) == (0, STRATEGIES)
+    assert (result.returncode, result.stdout.split()) == (0, STRATEGIES + BY_NAME)
     for arguments, message in [
         (["--nope"], "there is no option --nope"),
         (["zero9"], "there is no strategy zero9"),
