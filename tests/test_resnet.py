@@ -156,9 +156,8 @@ def test_bf16_follows_fp32(run, torchrun, cifar10, reference, script):
         if number % 2:
             check_difference(log, reference("adamw"))
             continue
-        # bf16 has 8 bits of precision; what it does to one step is a few thousandths of the loss.
-        assert 1e-6 < distance(log.losses[:4], reference("adamw").losses[:4]) < 2e-2
-        assert distance(log.losses, reference("adamw").losses) < 2e-1
+        # bf16 has 8 bits of precision; statistics of each process's own images would be 2e-1 away.
+        assert 1e-6 < distance(log.losses, reference("adamw").losses) < 3e-2
         assert float(log.result["validation_accuracy"]) > 0.7
 
 
