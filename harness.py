@@ -33,7 +33,9 @@ class Parser(argparse.ArgumentParser):
 
 def fail(message: str):
     """A user's mistake: one line on stderr, no traceback, exit code 2."""
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr, flush=True)
+    # In one write: all processes say it, and print() would write the newline apart from its line.
+    sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: {message}\n")
+    sys.stderr.flush()
     sys.stdout.flush()
     sys.exit(2)
 

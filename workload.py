@@ -28,6 +28,11 @@ def find_mistake(args, world_size: int) -> str | None:
     for name in ("model", "n_layer", "block_size", "dropout", "sample"):
         if getattr(args, name) is not None and (name != "sample" or args.sample):
             return f"--{name.replace('_', '-')} is for GPTlite and does not apply to --workload resnet: leave it out"
+    if args.activation_checkpointing:
+        return (
+            "--activation-checkpointing computes each block twice, and BatchNorm would take its running statistics "
+            "twice: leave it out of --workload resnet"
+        )
     # After five halvings an image of 32 x 32 is one pixel, of which nobody can take a variance.
     together = args.micro_batch_size * (world_size if args.sync_batchnorm else 1)
     if together < 2 and not getattr(args, "estimate_memory", None):

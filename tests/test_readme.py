@@ -38,7 +38,7 @@ def test_bytes_per_parameter_are_those_of_the_sweep():
     for line in README.splitlines():
         # | `name`, `name` | script | holds | 8 (+ 2) | sends | when |
         cells = [cell.strip() for cell in line.split("|")]
-        if len(cells) != 8 or not re.fullmatch(r"[\d.]+( \(\+ \d+\))?", cells[4]):
+        if len(cells) != 8 or not re.fullmatch(r"[\d.]+( \(\+ \d+\))?", cells[4]) or not cells[6].count(" "):
             continue
         claimed = sum(float(number) for number in re.findall(r"[\d.]+", cells[4]))
         for name in re.findall(r"`(\w+)`", cells[1]):

@@ -434,6 +434,7 @@ FLAGS = [
     (["--model", "nano"], "--model"),
     (["--n-layer", "2"], "--n-layer"),
     (["--block-size", "8"], "--block-size"),
+    (["--activation-checkpointing"], "running statistics twice"),
     (["--dropout", "0"], "--dropout"),
     (["--sample", "9"], "--sample"),
     ([], "--micro-batch-size"),  # 1 by default: no variance
