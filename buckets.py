@@ -90,22 +90,21 @@ def table(folder: str) -> str:
     import collect
 
     lines = [
-        "| strategy | buffers allocated (GB) | ever filled (GB) | maximum RSS (GB) | more RSS (GB) | samples/s |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| strategy | buffers allocated (GB) | ever filled (GB) | maximum RSS (GB) | more RSS (GB) |",
+        "|---|---:|---:|---:|---:|",
     ]
     smallest: dict[str, float] = {}
     for path in sorted((collect.Path(folder) / "log").glob("*_bucket_*.log"), key=order):
         log = collect.read_log(path)
         found = re.search(r"^buckets: .*buffers=([\d.]+)GB", path.read_text(encoding="utf-8"), re.MULTILINE)
         if log.status != "ok" or not found:
-            lines.append(f"| `{path.stem}` | {log.status}: {log.reason} | | | | |")
+            lines.append(f"| `{path.stem}` | {log.status}: {log.reason} | | | |")
             continue
-        numbers = collect.summary_numbers(log)
-        peak, allocated = numbers["memory_max_gb"], float(found[1])
+        peak, allocated = collect.summary_numbers(log)["memory_max_gb"], float(found[1])
         filled = min(allocated, 4 * int(log.settings["parameters"]) / GB)
         first = smallest.setdefault(path.stem.split("_bucket_")[0], peak)
         cells = [f"{allocated:.4f}", f"{filled:.4f}", f"{peak:.3f}", f"{peak - first:.3f}"]
-        lines.append(f"| `{path.stem}` | {' | '.join(cells)} | {numbers['samples_per_second']:.3g} |")
+        lines.append(f"| `{path.stem}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
