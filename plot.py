@@ -6,6 +6,7 @@ Reads summary.csv and samples.csv (see collect.py), and writes beside them
     model_states.png      parameters, gradients and optimizer state that each process holds
     memory_max.png        peak memory of the process that needs most (on a CPU, resident set)
     memory_average.png    what stays allocated between steps
+    activations.png       what autograd holds at most for the backward pass, where the logs say it
     throughput.png        samples per second of all processes together
     loss.png              loss over steps, all strategies in one picture
 One bar per strategy, in the order of summary.csv. A strategy that did not finish has no bar but its status.
@@ -35,7 +36,7 @@ FAMILIES = {"ddp": "#0072B2", "fsdp": "#56B4E9", "zero": "#009E73", "offload": "
 
 def family_colour(strategy: str) -> str:
     """One colour for each kind of strategy, so that the groups are seen at once."""
-    for family in ("nvme", "offload", "zero", "fsdp", "ddp"):
+    for family in ("ddp", "fsdp", "nvme", "offload", "zero"):
         if family in strategy:
             return FAMILIES[family]
     return "#CC79A7"
@@ -218,6 +219,16 @@ def main():
 
         path = args.folder / f"{column.removesuffix('_gb')}.png"
         bars(path, rows, title, below, f"{name} per process", [(column, None, None)], factor, note)
+    counted = [row for row in rows if row["status"] != "ok" or row.get("activations_gb", "-") != "-"]
+    written = ["model_states", "memory_max", "memory_average", "throughput", "loss"]
+    if any(row["status"] == "ok" for row in counted):
+        name, factor = unit([float(row["activations_gb"]) for row in counted if row["status"] == "ok"])
+        bars(
+            args.folder / "activations.png", counted, "Activations that a process holds at most", below,
+            f"{name} per process", [("activations_gb", None, None)], factor,
+            lambda row: f"{float(row['activations_gb']) * factor:.2f} {name}",
+        )  # fmt: skip
+        written.insert(3, "activations")
     shared = any("(shared)" in row["device"] for row in rows)
     title = "Throughput, which means nothing here: the processes share a GPU" if shared else "Throughput"
     bars(
@@ -226,7 +237,6 @@ def main():
     )  # fmt: skip
     losses(args.folder / "loss.png", rows, samples, "Training loss over steps",
            below + ("\n" + apart if (apart := spread(rows, samples)) else ""))  # fmt: skip
-    written = ["model_states", "memory_max", "memory_average", "throughput", "loss"]
     print(f"charts: {', '.join(f'{name}.png' for name in written)} in {args.folder.name}/")
 
 

@@ -22,7 +22,9 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-CHARTS = ["model_states.png", "memory_max.png", "memory_average.png", "throughput.png", "loss.png"]
+CHARTS = [
+    f"{name}.png" for name in ("model_states", "memory_max", "memory_average", "activations", "throughput", "loss")
+]
 STRATEGIES = [
     "ddp",
     "fsdp_no_shard",
@@ -74,7 +76,7 @@ if rank == 0 and behave != "silent":
     for step in range(1, steps + 1):
         print(f"meter: step={step}/{steps}, RunningAvgSamplesPerSec=100, CurrSamplesPerSec=100, "
               f"MemAllocated=0.5GB, MaxMemAllocated=0.75GB, loss={4 - step / 100}, Parameters=0.003042GB, "
-              f"Gradients=0.003042GB, OptimizerState=0.006084GB", flush=True)
+              f"Gradients=0.003042GB, OptimizerState=0.006084GB, Activations=0.006198GB", flush=True)
         if behave in ("hang", "killed"):
             break
 if behave == "hang":  # deaf to SIGTERM, with a child that has left the session
