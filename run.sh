@@ -11,7 +11,7 @@ writes results/MACHINE/: a log per strategy, samples.csv, summary.csv, charts, m
 
   --workload NAME         gptlite (default) or resnet, which is ResNet-18 on CIFAR-10, with data parallelism alone
   --nproc N               processes (default: one per GPU; 2 without a GPU)
-  --steps N               optimizer steps (default: 100; without a GPU 60, 3 above baby, 20 for resnet)
+  --steps N               optimizer steps (default: 20; 100 for resnet; without a GPU 60, 3 above baby, 20 for resnet)
   --model NAME            shape of GPTlite (default: gpt3-small; nano without a GPU)
   --batch-size N          samples per step, of all processes together (default: 256; without a GPU 16 or 4)
   --micro-batch-size N    samples per process and forward (default: 1; 4 for nano, baby and resnet without a GPU; 8 for resnet on GPUs)
@@ -314,7 +314,7 @@ case $DEVICE-$MODEL in
   cpu-resnet18) most=16 micro=4 steps=20 limit=900 WINDOWS=192 ;;
   *-resnet18) most=256 micro=8 steps=100 limit=3600 WINDOWS= ;;
   cpu-*) most=4 micro=1 steps=3 limit=3600 WINDOWS=4 ;;
-  *) most=256 micro=1 steps=100 limit=3600 WINDOWS= ;;
+  *) most=256 micro=1 steps=20 limit=3600 WINDOWS= ;;
 esac
 MICRO=${MICRO:-$micro} STEPS=${STEPS:-$steps} TIMEOUT=${TIMEOUT:-$limit}
 if [ -z "$BATCH" ]; then # the largest up to `most` that the processes can share

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: one training loop, seven strategies; the JSON decides which.
+"""DeepSpeed ZeRO: one training loop, eight strategies; the JSON decides which.
 
                     process 0                process 1
     stage 0     [ pppp gggg oooo ]      [ pppp gggg oooo ]     nothing is sharded, as in DDP

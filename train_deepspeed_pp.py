@@ -11,7 +11,7 @@ Holds:  1/P of everything on each of P processes of a pipeline, and the activati
         micro-batch what a pipeline sends once per step.
 Sends:  between neighbours, per micro-batch, the activations of one layer forward and their gradient back;
         once per step, between processes with the same layers, the gradients and the updated parameters.
-Choose: it when DeepSpeed is given (its checkpoints, its monitor, its other JSONs); else train_pp.py, which
+Choose: it when DeepSpeed is given (its monitor, its other JSONs); else train_pp.py, which
         has more schedules.
 
     deepspeed --num_gpus=8 train_deepspeed_pp.py --deepspeed_config ds_configs/pp_zero1.json --pipeline-parallel-size 4
