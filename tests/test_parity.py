@@ -6,11 +6,13 @@ under SGD. The short test run has SGD with accumulation 2; --full has both, with
 bf16, clipping, and the proof that the test notices what it should.
 """
 
+import json
+import re
 import shutil
 
 import pytest
 from conftest import ROOT
-from training import COMMON, PROCESSES, SCRIPTS, SETTINGS, distance, train
+from training import COMMON, PROCESSES, SCRIPTS, SETTINGS, distance, read, train
 
 PARITY = 1e-4
 
@@ -33,6 +35,37 @@ def reference(run, torchrun, text_file):
 def flags_for(strategy, optimizer, accumulation, text_file):
     micro = 16 // accumulation // PROCESSES.get(strategy, 2)
     return [*COMMON, *SETTINGS[optimizer], "--data", text_file, "--micro-batch-size", micro]
+
+
+CLIP = ("--clip", "0.05")  # the norm is above 0.3 throughout: every step is clipped
+BF16 = ["ddp", "fsdp_full_shard", "zero0", "zero1", "zero2", "zero3"]
+CLIPPED = [*BF16, "fsdp_hybrid_shard"]
+
+
+@pytest.fixture(scope="module")
+def matrix(run, torchrun, text_file):
+    """matrix(strategy, optimizer, accumulation, *flags): a strategy's run, of which --full needs several.
+
+    The first that is asked for runs all of its strategy in one launch.
+    """
+    logs = {}
+
+    def get(strategy, *which):
+        if strategy not in logs:
+            keys = [(optimizer, accumulation) for optimizer in SETTINGS for accumulation in (1, 4)]
+            keys += [("adamw", 2, "--precision", "bf16")] if strategy in BF16 else []
+            keys += [("sgd", 2, *CLIP)] if strategy in CLIPPED else []
+            script, *own = SCRIPTS[strategy]
+            lines = [[*own, *flags_for(strategy, *key[:2], text_file), *key[2:]] for key in keys]
+            lines = json.dumps([[str(word) for word in line] for line in lines])
+            command = torchrun(PROCESSES.get(strategy, 2), "tests/several.py", script.removesuffix(".py"), lines)
+            done = run(command, 1500)  # the first with offload on a machine compiles DeepSpeed's C++, for minutes
+            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+            parts = re.split(r"^== \d+$", done.stdout, flags=re.MULTILINE)[1:]
+            logs[strategy] = {key: read(part) for key, part in zip(keys, parts, strict=True)}
+        return logs[strategy][which]
+
+    return get
 
 
 def check_parity(log, expected):
@@ -88,17 +121,17 @@ def test_parity_under_sgd(run, torchrun, text_file, reference, strategy):
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("optimizer", SETTINGS)
 @pytest.mark.parametrize("strategy", SCRIPTS)
-def test_parity(run, torchrun, text_file, reference, strategy, optimizer, accumulation):
-    log = train(run, torchrun, strategy, *flags_for(strategy, optimizer, accumulation, text_file))
+def test_parity(matrix, reference, strategy, optimizer, accumulation):
+    log = matrix(strategy, optimizer, accumulation)
     check_parity(log, reference(optimizer))
     if accumulation == 4:  # ZeRO-1 holds whole gradients between micro-batches, of which there must be several
         check_states(log, optimizer)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp_full_shard", "zero0", "zero1", "zero2", "zero3"])
-def test_bf16_follows_fp32(run, torchrun, text_file, reference, strategy):
-    log = train(run, torchrun, strategy, *flags_for(strategy, "adamw", 2, text_file), "--precision", "bf16")
+@pytest.mark.parametrize("strategy", BF16)
+def test_bf16_follows_fp32(matrix, reference, strategy):
+    log = matrix(strategy, "adamw", 2, "--precision", "bf16")
     expected = reference("adamw")
     assert 1e-6 < distance(log.losses, expected.losses) < 2e-2  # and it is not fp32
     assert float(log.result["validation_loss"]) == pytest.approx(float(expected.result["validation_loss"]), rel=2e-2)
@@ -109,13 +142,10 @@ def test_bf16_follows_fp32(run, torchrun, text_file, reference, strategy):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp_full_shard", "fsdp_hybrid_shard", "zero0", "zero1", "zero2", "zero3"]
-)
-def test_clipping_uses_the_norm_of_the_whole_gradient(run, torchrun, text_file, reference, strategy):
-    clip = ("--clip", "0.05")  # the norm is above 0.3 throughout: every step is clipped
-    log = train(run, torchrun, strategy, *flags_for(strategy, "sgd", 2, text_file), *clip)
-    expected = reference("sgd", *clip)
+@pytest.mark.parametrize("strategy", CLIPPED)
+def test_clipping_uses_the_norm_of_the_whole_gradient(matrix, reference, strategy):
+    log = matrix(strategy, "sgd", 2, *CLIP)
+    expected = reference("sgd", *CLIP)
     check_parity(log, expected)
     assert distance(expected.losses, reference("sgd").losses) > 1e-2
 
