@@ -14,8 +14,10 @@ Bytes are those that one process holds; GB = 2**30 bytes.
 """
 
 import argparse
+import collections
 import csv
 import os
+import shlex
 import shutil
 import sys
 import weakref
@@ -39,10 +41,10 @@ def add_flags(add) -> None:
     add("--compile", action="store_true", help="compile each block (torch.compile)")
 
 
-def find_problem(args, device: torch.device) -> str | None:
+def find_problem(args) -> str | None:
     """Why the flags cannot be had here, in a line; None if they can."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch.compile looks for it
-    if args.compile and shutil.which(compiler) is None:
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")  # as torch.compile looks
+    if args.compile and shutil.which(shlex.split(compiler)[0]) is None:  # CXX may be "ccache g++"
         return f"--compile needs a C++ compiler, and there is no {compiler} (Debian, Ubuntu: apt install g++)"
     return None
 
@@ -63,7 +65,9 @@ class Saved:
     `blocks` are the model's blocks, which are compiled and checkpointed as the flags say.
 
     Each storage counts once, for as long as autograd holds it. Not counted are parameters, also where a strategy
-    has gathered them, and integers: tokens, targets and positions are the data, not activations.
+    has gathered them; integers: tokens, targets and positions are the data, not activations; and what offload has
+    moved to CPU memory. While its hooks are in force, autograd does not notice that a saved tensor is changed in
+    place: a model that does so raises an error after the first step, or, with offload, never.
     """
 
     hooks = None  # those that are in force: one pair at a time
@@ -114,8 +118,11 @@ class Saved:
         if self.counting and self.block is None:
             # What a block saves when it is computed again does not pass the hooks. So the very first time it is not
             # checkpointed: the block holds now what any block will hold for a while. That changes no number.
+            # (Nor is it offloaded: what is computed again is not.)
             before, self.block = self.held, 0
+            offload, self.offload = self.offload, None
             outputs = function(*inputs)
+            self.offload = offload
             self.block = self.held - before - sum(storage_of(x).nbytes() for x in inputs)
             return outputs
         return torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False)
@@ -179,32 +186,48 @@ class Offload:
     what is needed next goes on while the layers behind it are computed. On a CPU nothing moves.
     """
 
-    LEAST = 4096  # bytes: what is smaller stays, it would cost more time than it saves memory
-    AHEAD = 8  # storages that are fetched before they are needed: about one block's
+    LEAST = 2**20  # bytes: what is smaller stays, it would cost more time than it saves memory
+    WINDOW = 2**27  # bytes that are on their way at once, out or back: about a block's
 
     def __init__(self, device: torch.device):
         self.device = device
         self.stream = None if device.type == "cpu" else torch.Stream(device)
-        self.copies = weakref.WeakValueDictionary()  # address of a storage: its Copy
+        self.copies = weakref.WeakValueDictionary()  # address and version of a storage: its Copy
         self.last = lambda: None  # the Copy that was made last (a weak reference)
+        self.leaving = collections.deque()  # memory on its way out, and the event of its arrival
+        self.leaving_bytes = 0
 
     def pack(self, tensor: torch.Tensor):
         """What is kept in place of `tensor`: an Offloaded, or the tensor itself where that is not worth it."""
         storage = storage_of(tensor)
         if storage.nbytes() < self.LEAST or storage.device.type != self.device.type:
             return tensor
-        copy = self.copies.get(storage.data_ptr())
+        key = storage.data_ptr(), tensor._version
+        copy = self.copies.get(key)
         if copy is None or copy.source.expired():  # its memory has been freed, and is another tensor's now
-            copy = self.copies[storage.data_ptr()] = Copy(self, storage)
+            copy = self.copies[key] = Copy(self, storage)
             self.last = weakref.ref(copy)
         return Offloaded(copy, tensor)
+
+    def leave(self, memory: torch.Tensor, event: torch.Event) -> None:
+        """Hold `memory` until it has been copied. The next layers wait for the copies where these lag behind, so
+        that they find memory that is free: what only record_stream() held would be free too late for them."""
+        self.leaving.append((memory, event))
+        self.leaving_bytes += memory.numel()
+        while self.leaving_bytes > self.WINDOW:
+            self.let_go()
+
+    def let_go(self) -> None:
+        memory, event = self.leaving.popleft()
+        self.leaving_bytes -= memory.numel()
+        torch.accelerator.current_stream(self.device).wait_event(event)
 
 
 class Copy:
     """The copy of one storage in CPU memory; q, k and v, say, are views of one. Freed with the last view of it."""
 
     def __init__(self, offload: Offload, storage: torch.UntypedStorage):
-        self.stream, self.device = offload.stream, offload.device
+        self.offload, self.stream, self.device = offload, offload.stream, offload.device
         self.has_left = self.stream is not None
         self.source = StorageWeakRef(storage)
         self.before = offload.last  # in the backward pass it is needed after this one
@@ -217,30 +240,37 @@ class Copy:
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))  # which is to compute the values first
         with self.stream:
             self.there.copy_(memory, non_blocking=True)
-        memory.record_stream(self.stream)  # autograd lets go of it now: it is free when it has been copied
+        offload.leave(memory, self.stream.record_event())
 
     def fetch(self) -> None:
         """Begin the copy back, behind all other copies."""
         if self.here is None:
+            # Of the current stream's memory, which that stream may have used until now.
+            self.here = torch.empty(self.there.shape, dtype=torch.uint8, device=self.device)
+            self.stream.wait_stream(torch.accelerator.current_stream(self.device))
             with self.stream:
-                self.here = torch.empty(self.there.shape, dtype=torch.uint8, device=self.device)
                 self.here.copy_(self.there, non_blocking=True)
             self.arrived = self.stream.record_event()
 
     def get(self) -> torch.UntypedStorage:
         """The storage, on the device again; begins to fetch those that are needed next."""
-        self.fetch()
         if self.has_left:
-            current = torch.accelerator.current_stream(self.device)
-            current.wait_event(self.arrived)
-            self.here.record_stream(current)  # it was allocated on the other stream
-            copy = self
-            for _ in range(Offload.AHEAD):
-                copy = copy.before()
-                if copy is None:
-                    break
+            while self.offload.leaving:
+                self.offload.let_go()
+            self.fetch()
+            if self.arrived:
+                torch.accelerator.current_stream(self.device).wait_event(self.arrived)
+                self.arrived = None
+            copy, ahead = self.before(), 0
+            while copy is not None and ahead < Offload.WINDOW:
                 copy.fetch()
+                ahead += copy.there.numel()
+                copy = copy.before()
         return self.here.untyped_storage()
+
+    def __del__(self):
+        if self.arrived:  # fetched in vain: its memory is free when the copy has ended
+            self.here.record_stream(self.stream)
 
 
 class Offloaded:
@@ -351,13 +381,15 @@ def main():
         plain = None
         for variant in VARIANTS:
             args = flags.parse_args(variant)
-            if problem := find_problem(args, device):
+            if problem := find_problem(args):
                 print(f"warning: {problem}", file=sys.stderr)
                 continue
             counted, allocated = measure(config, vocab_size, batch, args, device)
             plain = plain or counted
             # What a compiled block saves, and what it computes again, is for the compiler to decide.
-            theory = None if args.compile else predict(config, vocab_size, batch, args.activation_checkpointing)
+            # (Nor does theory know how much of what is offloaded stays.)
+            known = not args.compile and not (args.activation_offload and device.type != "cpu")
+            theory = None if not known else predict(config, vocab_size, batch, args.activation_checkpointing)
             rows.writerow(
                 [
                     *(name, config.block_size, batch, " ".join(variant) or "none"),

@@ -14,10 +14,11 @@ import argparse
 import os
 import re
 import sys
+from pathlib import Path
 
 import harness
+from accounting import GB
 
-GB = 2**30
 SECTION = "zero_optimization"
 
 
@@ -94,14 +95,15 @@ def table(folder: str) -> str:
         "|---|---:|---:|---:|---:|",
     ]
     smallest: dict[str, float] = {}
-    for path in sorted((collect.Path(folder) / "log").glob("*_bucket_*.log"), key=order):
+    for path in sorted((Path(folder) / "log").glob("*_bucket_*.log"), key=order):
         log = collect.read_log(path)
         found = re.search(r"^buckets: .*buffers=([\d.]+)GB", path.read_text(encoding="utf-8"), re.MULTILINE)
         if log.status != "ok" or not found:
             lines.append(f"| `{path.stem}` | {log.status}: {log.reason} | | | |")
             continue
         peak, allocated = collect.summary_numbers(log)["memory_max_gb"], float(found[1])
-        filled = min(allocated, 4 * int(log.settings["parameters"]) / GB)
+        size = 4 if log.settings["precision"] == "fp32" else 2
+        filled = min(allocated, size * int(log.settings["parameters"]) / GB)
         first = smallest.setdefault(path.stem.split("_bucket_")[0], peak)
         cells = [f"{allocated:.4f}", f"{filled:.4f}", f"{peak:.3f}", f"{peak - first:.3f}"]
         lines.append(f"| `{path.stem}` | {' | '.join(cells)} |")

@@ -11,6 +11,7 @@ with the average that all processes agree on. These are PyTorch's own; they send
                   loss, as large as the gradients, on each process: memory for bandwidth.
 """
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -28,6 +29,8 @@ def parse_args(parser):
     args = parser.parse_args()
     if args.powersgd_rank and args.comm_hook != "powersgd":
         harness.fail("--powersgd-rank belongs to --comm-hook powersgd")
+    if args.comm_hook == "powersgd" and args.device == "cpu" and torch.cuda.is_available():
+        harness.fail("PowerSGD takes the GPU it sees, --device cpu or not: set CUDA_VISIBLE_DEVICES= (empty) as well")
     return args
 
 
@@ -52,11 +55,10 @@ def register(model, args) -> None:
             matrix_approximation_rank=args.powersgd_rank or 4,
             start_powerSGD_iter=exact_steps(args.steps),
             orthogonalization_epsilon=1e-8,  # a gradient of zeros (a matrix that nothing uses) is not divided by 0
-            random_seed=args.seed,
+            random_seed=args.seed % 2**32,  # as NumPy wants it
         )
-        model.register_comm_hook(
-            state, one_bucket_at_a_time if "gloo" in dist.get_backend() else powerSGD_hook.powerSGD_hook
-        )
+        on_gloo = dist.get_backend() == "gloo"
+        model.register_comm_hook(state, one_bucket_at_a_time if on_gloo else powerSGD_hook.powerSGD_hook)
     elif args.comm_hook:
         hook = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}[args.comm_hook]
         model.register_comm_hook(None, hook)

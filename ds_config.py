@@ -414,7 +414,7 @@ def prepare(config: dict, args) -> int:
             f"{path}: ZeRO-3 fetches parameters inside of what --compile would compile, which then compiles anew for "
             "each layer and gives up: leave --compile out, or take ZeRO-2"
         )
-    buffers = buckets.predict(zero, 4 if given_fp32(config) else 2)
+    buffers = buckets.predict(zero, bytes_of_a_gradient(config))
     device = os.environ["DS_ACCELERATOR"]
     buckets.check(buffers, path, device, int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1))
     if args.bucket_size and int(os.environ["RANK"]) == 0:
@@ -424,8 +424,11 @@ def prepare(config: dict, args) -> int:
     return int(zero.stage)
 
 
-def given_fp32(config: dict) -> bool:
-    return not (get(config, "bf16.enabled") or get(config, "fp16.enabled"))
+def bytes_of_a_gradient(config: dict) -> int:
+    """Of one number of it, as it is reduced."""
+    half = get(config, "bf16.enabled") or get(config, "fp16.enabled")
+    named = config.get("communication_data_type") or ("fp16" if half else "fp32")
+    return 4 if named in ("fp32", "float32") else 2
 
 
 def leave_collectives_to_gloo() -> None:

@@ -8,6 +8,7 @@ import base64
 import binascii
 import difflib
 import importlib.util
+import itertools
 import os
 
 import torch
@@ -18,24 +19,11 @@ from harness import fail
 REMOVED = ["amp", "compression_training", "curriculum_learning", "eigenvalue", "elasticity", "graph_harvesting"]
 REMOVED += ["nebula", "progressive_layer_drop", "quantize_training", "sparse_attention", "sparse_gradients"]
 REMOVED_OPTIMIZERS = ["onebitadam", "onebitlamb", "zerooneadam"]
-OPTIMIZERS = [
-    "adam",
-    "adamw",
-    "adagrad",
-    "lamb",
-    "lion",
-    "muon",
-    "muadam",
-    "muadamw",
-    "musgd",
-]  # any case; else torch's
-SCHEDULERS = ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]  # else torch's
-MONITORS = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "comet": "comet_ml",
-    "csv_monitor": "",
-}  # package each needs
+# DeepSpeed's own, optimizers in any case; other names are PyTorch's.
+OPTIMIZERS = ["adam", "adamw", "adagrad", "lamb", "lion", "muon", "muadam", "muadamw", "musgd"]
+SCHEDULERS = ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest"]
+# The package that each needs.
+MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml", "csv_monitor": ""}
 KEYS = {
     "flops_profiler": "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
     "csv_monitor": "enabled output_path job_name",
@@ -120,6 +108,12 @@ def check_zeropp(config: dict, path: str, device: str, world_size: int) -> None:
             f'{path}: "zero_quantized_gradients" needs a process for each GPU that is visible, and there are {local} '
             f"processes and {torch.accelerator.device_count()} GPUs: start as many, or set CUDA_VISIBLE_DEVICES"
         )
+    if "zero_quantized_gradients" in keys and world_size > local and not config.get("fp16", {}).get("enabled"):
+        # On one node DeepSpeed 0.19.8 reduces gradients as they are.
+        fail(
+            f'{path}: "zero_quantized_gradients" reads gradients as fp16, whatever they are, and makes garbage of '
+            'others: set "fp16": {"enabled": true}, and leave --precision out'
+        )
     size = config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         fail(f'{path}: "zero_hpz_partition_size" must be a whole number, the processes of a node, not {size!r}')
@@ -152,9 +146,10 @@ def use_monitor_folder(config: dict, folder: str | None) -> list[str]:
         except OSError as error:
             fail(f"cannot write the monitor's files to {parent} ({error.strerror}): give a folder with --monitor-path")
         name = section.get("job_name", "DeepSpeedJobName")
-        taken = [other for other in os.listdir(parent) if other == name or other.startswith(f"{name}-")]
+        taken = os.listdir(parent)
+        free = (f"{name}-{number}" for number in itertools.count(2))
         section["output_path"] = parent
-        section["job_name"] = name if not taken else f"{name}-{len(taken) + 1}"
+        section["job_name"] = name if name not in taken else next(other for other in free if other not in taken)
         places.append(f"config: the monitor writes to {os.path.join(parent, section['job_name'])}")
     return places
 

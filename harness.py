@@ -133,7 +133,7 @@ def pick_device(args, local_rank: int) -> tuple[torch.device, str]:
         backend = (
             "gloo" if processes > count else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         )
-    if problem := activations.find_problem(args, device):
+    if problem := activations.find_problem(args):
         fail(problem)
     if args.workload == "resnet":
         args.model = workload.RESNET
@@ -232,7 +232,7 @@ class Meter:
                 f"processes={dist.get_world_size()}, "
                 f"device={device_name(device)}, precision={args.precision}, batch={args.batch_size}, "
                 f"micro_batch={args.micro_batch_size}, optimizer={args.optimizer}, steps={args.steps}, data={data}, "
-                f"shared_gpu={'gloo' in dist.get_backend() and device.type != 'cpu'}, torch={torch.__version__}",
+                f"shared_gpu={dist.get_backend() == 'gloo' and device.type != 'cpu'}, torch={torch.__version__}",
                 flush=True,
             )
         self.bar = None

@@ -77,7 +77,7 @@ class Fp32Statistics(nn.Module):  # a Module, so that zero.Init waits for this c
     def keep_fp32(self) -> None:
         # DeepSpeed casts a whole model to bf16, buffers too, before its first step, when they are 0 and 1 and lose
         # nothing by it. A running mean kept in bf16 would lose most updates: 1 + 0.1 * 0.01 is 1.
-        if self.running_mean.dtype == torch.bfloat16:
+        if self.running_mean.dtype in (torch.bfloat16, torch.float16):
             self.running_mean, self.running_var = self.running_mean.float(), self.running_var.float()
 
     def normalize(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,8 +100,8 @@ class BatchNorm2d(Fp32Statistics, nn.BatchNorm2d):
 class SyncBatchNorm(BatchNorm2d):
     """Mean and variance of one micro-batch of all processes together: x (B, C, H, W), fp32 or bf16, -> the same.
 
-    In evaluation it uses the running statistics and sends nothing. It is written out for CPUs, whose tensors
-    PyTorch's own SyncBatchNorm refuses.
+    In evaluation it uses the running statistics and sends nothing. PyTorch's own SyncBatchNorm, whose kernels are
+    faster, refuses the tensors of a CPU, and the bf16 weights that FSDP and DeepSpeed hand over in mixed precision.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -122,14 +122,6 @@ class SyncBatchNorm(BatchNorm2d):
             self.running_var.lerp_(variance * count / (count - 1), self.momentum)
         scale = self.weight.to(whole.dtype) * torch.rsqrt(variance + self.eps)
         return torch.addcmul(self.bias.to(whole.dtype)[:, None, None], centered, scale[:, None, None]).to(x.dtype)
-
-
-class SyncBatchNormOnGPU(Fp32Statistics, nn.SyncBatchNorm):
-    """The same, by PyTorch's kernels."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.keep_fp32()
-        return super().forward(x) if self.training else self.normalize(x)
 
 
 class SumOverProcesses(torch.autograd.Function):
@@ -175,10 +167,9 @@ class ResNet(models.ResNet):
         return super().forward(images.to(self.conv1.weight.dtype))
 
 
-def get_model(num_classes: int, *, sync_batchnorm: bool = False, device: str = "cpu", seed: int = 0) -> ResNet:
-    """A ResNet-18, which has 11,181,642 parameters for 10 classes; `device` is the type of the one it will be on."""
-    synchronised = SyncBatchNorm if device == "cpu" else SyncBatchNormOnGPU
-    return ResNet(num_classes, synchronised if sync_batchnorm else BatchNorm2d, seed)
+def get_model(num_classes: int, *, sync_batchnorm: bool = False, seed: int = 0) -> ResNet:
+    """A ResNet-18, which has 11,181,642 parameters for 10 classes."""
+    return ResNet(num_classes, SyncBatchNorm if sync_batchnorm else BatchNorm2d, seed)
 
 
 # ---- data -------------------------------------------------------------------------------------

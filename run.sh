@@ -14,7 +14,7 @@ writes results/MACHINE/: a log per strategy, samples.csv, summary.csv, charts, m
   --steps N               optimizer steps (default: 20; 100 for resnet; without a GPU 60, 3 above baby, 20 for resnet)
   --model NAME            shape of GPTlite (default: gpt3-small; nano without a GPU)
   --batch-size N          samples per step, of all processes together (default: 256; without a GPU 16 or 4)
-  --micro-batch-size N    samples per process and forward (default: 1; 4 for nano, baby and resnet without a GPU; 8 for resnet on GPUs)
+  --micro-batch-size N    samples per process and forward (default: 1, 8 for resnet; without a GPU 4, 1 above baby)
   --data PATH             the text to learn (default: Tiny Shakespeare), or the folder with CIFAR-10's files
   --nvme-path DIR         where zero3_nvme swaps to (default: the folder for temporary files)
   --timeout SECONDS       limit for one strategy (default: 3600; 900 for nano and baby without a GPU)
@@ -50,6 +50,7 @@ describe() {
   PROCESSES=$NPROC COPIES= REASON=
   case $WORKLOAD-$1 in
     resnet-tp* | resnet-pp* | resnet-deepspeed_pp) REASON="cuts up GPTlite itself: $WORKLOAD has no such layers" && return ;;
+    resnet-*_checkpointing) REASON="a block is computed twice: BatchNorm would take its running statistics twice" && return ;;
   esac
   case $1 in
     ddp)                with_torchrun train_ddp.py ;;
@@ -250,7 +251,7 @@ while [ $# -gt 0 ]; do
         --model) MODEL=$2 ;;
         --batch-size) whole_number "$1" "$2" && BATCH=$2 ;;
         --micro-batch-size) whole_number "$1" "$2" && MICRO=$2 ;;
-        --data) [ -r "$2" ] && { [ -f "$2" ] || [ -d "$2" ]; } || fail "cannot read the text $2" && DATA=$(absolute "$2") ;;
+        --data) [ -r "$2" ] && { [ -f "$2" ] || [ -d "$2" ]; } || fail "cannot read the data $2" && DATA=$(absolute "$2") ;;
         --nvme-path) NVME_PATH=$(absolute "$2") ;;
         --timeout) whole_number "$1" "$2" && TIMEOUT=$2 ;;
         --out) OUT=$(absolute "$2") ;;
@@ -356,7 +357,7 @@ TOTAL=$# COUNT=0 FAILED=0
 echo "$title on $(sed -n 's/^machine: //p' "$TEMP/machine.txt"): $NPROC processes, batch $BATCH, micro-batch $MICRO, $STEPS steps"
 for STRATEGY in "$@"; do
   COUNT=$((COUNT + 1))
-  LABEL=$(printf '[%2d/%d] %-19s ' $COUNT $TOTAL "$STRATEGY")
+  LABEL=$(printf '[%2d/%d] %-22s ' $COUNT $TOTAL "$STRATEGY")
   describe "$STRATEGY"
   LOG=$OUT/log/$STRATEGY.log PART=$OUT/log/.$STRATEGY.$$ # it takes the old one's place when it is complete
   {
@@ -392,7 +393,7 @@ done
 echo
 "$PYTHON" collect.py "$OUT" || FAILED=1
 case $NAMES in
-  *_bucket_*) echo && "$PYTHON" buckets.py "$OUT" ;;
+  *_bucket_*) echo && "$PYTHON" buckets.py "$OUT" || FAILED=1 ;;
 esac
 echo
 attended "$PYTHON" plot.py "$OUT" || FAILED=1

@@ -33,6 +33,8 @@ def find_mistake(args, world_size: int) -> str | None:
             "--activation-checkpointing computes each block twice, and BatchNorm would take its running statistics "
             "twice: leave it out of --workload resnet"
         )
+    if args.compile:
+        return "--compile is for GPTlite, whose blocks are alike: compiled for each of ResNet's, Dynamo gives up"
     # After five halvings an image of 32 x 32 is one pixel, of which nobody can take a variance.
     together = args.micro_batch_size * (world_size if args.sync_batchnorm else 1)
     if together < 2 and not getattr(args, "estimate_memory", None):
@@ -57,7 +59,7 @@ def get_model(args, n_outputs: int) -> torch.nn.Module:
     if args.workload == "resnet":
         import resnet
 
-        return resnet.get_model(n_outputs, sync_batchnorm=args.sync_batchnorm, device=args.device, seed=args.seed)
+        return resnet.get_model(n_outputs, sync_batchnorm=args.sync_batchnorm, seed=args.seed)
     return gptlite.get_model(
         n_outputs, args.model, n_layer=args.n_layer, block_size=args.block_size, dropout=args.dropout, seed=args.seed
     )

@@ -156,7 +156,7 @@ def test_an_evaluation_saves_nothing():
 
 def test_offload_copies_a_storage_once_and_leaves_parameters_and_small_tensors():
     saved = activations.Saved(flags(OFFLOAD), torch.device("cpu"))
-    large = torch.randn(3, 4, 1000)
+    large = torch.randn(3, 4, 100_000)
     q, k = large.unbind()[:2]
     packed = [saved.pack(q), saved.pack(k.t())]
     assert packed[0].packed.copy is packed[1].packed.copy
@@ -169,12 +169,78 @@ def test_offload_copies_a_storage_once_and_leaves_parameters_and_small_tensors()
     assert torch.is_tensor(saved.pack(torch.randn(10)).packed)
 
 
+class Stream:
+    """A stream whose copies are made only when somebody waits for an event behind them."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def __enter__(self):
+        self.copy_ = torch.Tensor.copy_
+        torch.Tensor.copy_ = lambda to, source, non_blocking: self.waiting.append((to, source))
+
+    def __exit__(self, *_):
+        torch.Tensor.copy_ = self.copy_
+
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return list(self.waiting)  # what is to be done before it
+
+    def wait_event(self, event):
+        for to, source in event:
+            if any(to is other for other, _ in self.waiting):
+                to.copy_(source)
+                self.waiting = [copy for copy in self.waiting if copy[0] is not to]
+
+
+@pytest.mark.parametrize("string", [OFFLOAD, BOTH])
+@pytest.mark.parametrize("window", [0, 2**18, 2**30])
+def test_offload_waits_for_its_copies(monkeypatch, string, window):
+    """Without a GPU: what a GPU's streams do, on a CPU, as late as they may."""
+    expected, gradients, plain = train("")
+    stream, empty, left = Stream(), torch.empty, []
+
+    class Elsewhere(activations.Offload):
+        LEAST, WINDOW = 4096, window
+
+        def __init__(self, device):
+            super().__init__(device)
+            self.stream = stream
+
+        def leave(self, memory, event):
+            super().leave(memory, event)
+            left.append(memory.numel())
+            assert self.leaving_bytes == sum(memory.numel() for memory, _ in self.leaving) <= window
+
+        def let_go(self):
+            memory, _ = self.leaving[0]
+            super().let_go()
+            assert not any(source is memory for _, source in stream.waiting)
+
+    def garbage(*shape, pin_memory=False, **options):
+        tensor = empty(*shape, **options)
+        return tensor.fill_(255) if tensor.dtype == torch.uint8 else tensor
+
+    monkeypatch.setattr(activations, "Offload", Elsewhere)
+    monkeypatch.setattr("torch.empty", garbage)
+    monkeypatch.setattr("torch.accelerator.current_stream", lambda device: stream)
+    losses, other_gradients, found = train(string)
+    assert losses == expected
+    torch.testing.assert_close(other_gradients, gradients, rtol=0, atol=0)
+    assert len(left) > 10
+    assert 0 < found["Activations"] < 0.5 * plain["Activations"]
+    assert found.get("BlockActivations", 1) > 0
+    assert stream.waiting == []
+
+
 def test_no_compiler_is_one_line(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    line = activations.find_problem(flags(COMPILE), torch.device("cpu"))
+    line = activations.find_problem(flags(COMPILE))
     assert "no-such-compiler" in line
     assert "apt install g++" in line
-    assert activations.find_problem(flags(BOTH), torch.device("cpu")) is None
+    assert activations.find_problem(flags(BOTH)) is None
 
 
 # ---- every strategy trains the same -------------------------------------------------------------

@@ -133,11 +133,12 @@ def test_zeropp_without_cuda_is_one_line(mistake):
     assert all(word in line for word in ("zero_quantized_weights", "NVIDIA", "zero3.json")), line
 
 
-def zeropp(monkeypatch, size, local, world, gpus=8, gradients=True):
+def zeropp(monkeypatch, size, local, world, gpus=8, gradients=True, fp16=True):
     monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
     zero = {"stage": 3, "zero_quantized_gradients": gradients, "zero_hpz_partition_size": size}
-    ds_sections.check_zeropp({"zero_optimization": zero}, "z.json", "cuda", world)
+    config = {"zero_optimization": zero, "fp16": {"enabled": fp16}}
+    ds_sections.check_zeropp(config, "z.json", "cuda", world)
 
 
 @pytest.mark.parametrize(("size", "local", "world"), [(8, 8, 8), (8, 8, 16), (4, 8, 16), (8, 2, 2), (1, 4, 4)])
@@ -163,9 +164,18 @@ def test_quantized_gradients_need_a_process_per_gpu(monkeypatch, capsys):
     zeropp(monkeypatch, 1, 2, 2, gradients=False)
 
 
+def test_quantized_gradients_between_nodes_are_fp16(monkeypatch, capsys):
+    zeropp(monkeypatch, 8, 8, 8, fp16=False)  # within a node they are not quantized
+    with pytest.raises(SystemExit):
+        zeropp(monkeypatch, 8, 8, 16, fp16=False)
+    assert '"fp16": {"enabled": true}' in capsys.readouterr().err
+
+
 def test_deepspeed_accepts_the_keys_of_zeropp():
     path = str(ROOT / "ds_configs/zeropp.json")
-    zero = ds_config.zero_config(ds_config.read(path), path)
+    config = ds_config.read(path)
+    assert config["fp16"]["enabled"]
+    zero = ds_config.zero_config(config, path)
     assert (zero.zero_quantized_weights, zero.zero_quantized_gradients, zero.zero_hpz_partition_size) == (True, True, 8)
 
 
@@ -217,6 +227,14 @@ def test_buckets_change_no_number(run, torchrun, text_file, stage):
     assert distance(small.losses, large.losses) < 1e-4
     # A buffer of 1.86 GB is allocated, and only what the gradients fill of it is resident.
     assert large.meter[-1]["MaxMemAllocated"] - small.meter[-1]["MaxMemAllocated"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("config", "bytes_"),
+    [({}, 4), ({"bf16": {"enabled": True}}, 2), ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, 4)],
+)
+def test_a_bucket_has_the_type_that_is_sent(config, bytes_):
+    assert ds_config.bytes_of_a_gradient(config) == bytes_
 
 
 def test_names_and_sizes_of_buckets():

@@ -63,6 +63,20 @@ def test_gloos_threads_do_not_abort_a_process_that_ends(run):
     assert done.returncode == 0, done.stderr
 
 
+# ---- the run line --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("backend", "shared"), [("cpu:gloo,cuda:nccl", False), ("gloo", True)])
+def test_a_gpu_is_shared_where_gloo_carries_all(alone, capsys, monkeypatch, backend, shared):
+    """get_backend() names both where each kind of device has its own."""
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: backend)
+    monkeypatch.setattr("harness.device_name", lambda device: "a GPU")
+    monkeypatch.setattr("accounting.reset_peak_memory", lambda device: None)
+    args = parse("--model", "nano")
+    harness.Meter(args, "ddp", 1, "text", torch.device("cuda"))
+    assert f"shared_gpu={shared}" in capsys.readouterr().out
+
+
 # ---- schedule -----------------------------------------------------------------------------------
 
 

@@ -435,6 +435,7 @@ FLAGS = [
     (["--n-layer", "2"], "--n-layer"),
     (["--block-size", "8"], "--block-size"),
     (["--activation-checkpointing"], "running statistics twice"),
+    (["--compile"], "--compile"),
     (["--dropout", "0"], "--dropout"),
     (["--sample", "9"], "--sample"),
     ([], "--micro-batch-size"),  # 1 by default: no variance
@@ -505,6 +506,7 @@ def test_the_sweep(run, cifar10, tmp_path):
         "zero2",
         "tp",
         "pp_gpipe",
+        "ddp_checkpointing",
     ]
     command += ["--", "--workload", "resnet", "--sync-batchnorm"]
     done = run(command, 400, CUDA_VISIBLE_DEVICES="", PYTHON=sys.executable)
@@ -514,7 +516,7 @@ def test_the_sweep(run, cifar10, tmp_path):
     with open(tmp_path / "out" / "summary.csv", newline="") as file:
         rows = {row["strategy"]: row for row in csv.DictReader(file)}
     assert {name: row["status"] for name, row in rows.items()} == {
-        "ddp": "ok", "zero2": "ok", "tp": "skipped", "pp_gpipe": "skipped"
+        "ddp": "ok", "zero2": "ok", "tp": "skipped", "pp_gpipe": "skipped", "ddp_checkpointing": "skipped",
     }  # fmt: skip
     assert "GPTlite" in rows["tp"]["reason"]
     assert float(rows["ddp"]["final_loss"]) == pytest.approx(float(rows["zero2"]["final_loss"]), rel=PARITY)
