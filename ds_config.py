@@ -265,6 +265,8 @@ def parse_args(parser, world_size: int):
 
     What a flag does not say, the JSON does; what neither says is the flag's default.
     """
+    # Flags that not every script has.
+    parser.set_defaults(estimate_memory=None, nvme_path=None, bucket_size=None, monitor_path=None)
     args = parser.parse_args()
     if importlib.util.find_spec("deepspeed") is None:
         fail("DeepSpeed is not installed (it needs Linux): pip install deepspeed==0.19.8")

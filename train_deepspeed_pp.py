@@ -45,7 +45,6 @@ def main():
     add("--deepspeed_config", metavar="JSON", help="the strategy: a file of ds_configs/; flags override what it says")
     add("--deepspeed", action="store_true", help="accepted, as DeepSpeed's own examples pass it")
     add("--pipeline-parallel-size", type=harness.number(int, 1), metavar="N", help="(default: all processes)")
-    parser.set_defaults(estimate_memory=None, nvme_path=None, bucket_size=None, monitor_path=None)
     pipeline_parallel_size = pipeline.pick_size(parser.parse_args(), world_size)
     data_parallel_size = world_size // pipeline_parallel_size
     args, config, changes = ds_config.parse_args(parser, data_parallel_size)

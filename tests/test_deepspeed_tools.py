@@ -236,7 +236,6 @@ def parsed(monkeypatch, tmp_path, scheduler, *flags):
     monkeypatch.setattr(sys, "argv", ["train_deepspeed.py", "--deepspeed_config", str(path), *flags])
     parser = harness.build_parser("")
     parser.add_argument("--deepspeed_config")
-    parser.set_defaults(estimate_memory=None, nvme_path=None, bucket_size=None, monitor_path=None)
     _, config, _ = ds_config.parse_args(parser, 1)
     lr = config["optimizer"]["params"]["lr"]
     kind, params = config["scheduler"]["type"], config["scheduler"]["params"]

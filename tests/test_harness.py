@@ -208,7 +208,6 @@ def deepspeed_args(monkeypatch, path, *flags, world_size=2):
     monkeypatch.setattr("sys.argv", ["train_deepspeed.py"])
     parser = harness.build_parser("")
     parser.add_argument("--deepspeed_config")
-    parser.add_argument("--estimate-memory", action="store_true")
     monkeypatch.setattr("sys.argv", ["train_deepspeed.py", "--deepspeed_config", str(path), *flags])
     return ds_config.parse_args(parser, world_size)
 
@@ -217,8 +216,9 @@ CONFIGS = sorted(p.stem for p in (ROOT / "ds_configs").glob("zero[0-3]*.json"))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_configs_say_what_the_flags_default_to(monkeypatch, name):
+def test_configs_say_what_the_flags_default_to(monkeypatch, tmp_path, name):
     """Strict JSON, and without a flag nothing of it is replaced."""
+    monkeypatch.chdir(tmp_path)  # where the monitor's folder is made
     path = ROOT / "ds_configs" / f"{name}.json"
     args, config, changes = deepspeed_args(monkeypatch, path)
     defaults = parse()
@@ -233,7 +233,7 @@ def test_configs_say_what_the_flags_default_to(monkeypatch, name):
         "log_every",
     ):
         assert getattr(args, flag) == getattr(defaults, flag), flag
-    assert [line for line in changes if "pin_memory" not in line] == []
+    assert [line for line in changes if "pin_memory" not in line and "monitor writes" not in line] == []
     assert config.pop("gradient_accumulation_steps") == 128
     written = json.loads(path.read_text())
     assert config["optimizer"]["params"]["betas"] == [0.8, 0.999]
@@ -247,11 +247,16 @@ def test_configs_say_what_the_flags_default_to(monkeypatch, name):
 
 
 def test_configs_are_alike_but_for_what_the_strategy_needs():
-    configs = {name: json.loads((ROOT / "ds_configs" / f"{name}.json").read_text()) for name in CONFIGS}
-    assert set(CONFIGS) == {"zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "zero3_nvme"}
+    names = [*CONFIGS, "autotuning", "zeropp", "pp_zero1"]
+    assert set(names) == {path.stem for path in (ROOT / "ds_configs").iterdir()}
+    configs = {name: json.loads((ROOT / "ds_configs" / f"{name}.json").read_text()) for name in names}
+    own = {"zero1_flops_profiler": ["flops_profiler"], "zero1_monitor": ["csv_monitor", "wall_clock_breakdown"]}
+    own |= {"autotuning": ["autotuning"], "zeropp": ["fp16"]}
     for name, config in configs.items():
+        for key in own.get(name, []):
+            assert config.pop(key)
         zero = config.pop("zero_optimization")
-        assert zero["stage"] == int(name[4])
+        assert zero["stage"] == ({"autotuning": 1, "pp_zero1": 1, "zeropp": 3}.get(name) or int(name[4]))
         assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 500_000
         config["optimizer"]["params"].pop("torch_adam", None)  # offload has an Adam of its own for the CPU
         if zero["stage"] == 3:  # else DeepSpeed keeps small parameters, or all of them, whole
