@@ -108,7 +108,7 @@ STRATEGIES = {
     "fsdp_full_shard": ("train_fsdp", []),
     **{
         f"zero{stage}": ("train_deepspeed", ["--deepspeed_config", f"ds_configs/zero{stage}.json"])
-        for stage in (0, 1, 2, 3)
+        for stage in (1, 2, 3)
     },
 }
 
@@ -124,7 +124,7 @@ def test_parity(run, torchrun, cifar10, reference, script):
         for optimizer, rates in RATES.items():
             cases.append((name, optimizer, True))
             lines.append([*common, *rates, "--micro-batch-size", "8", "--sync-batchnorm"])
-        if name != "ddp":  # the short test has it
+        if name in ("fsdp_full_shard", "zero3"):  # the short test has ddp
             cases.append((name, "sgd", False))
             lines.append([*common, *RATES["sgd"], "--micro-batch-size", "8"])
     logs = several(run, torchrun, 2, script, lines, timeout=900)
@@ -151,11 +151,8 @@ def test_bf16_follows_fp32(run, torchrun, cifar10, reference, script):
     stages = [["--deepspeed_config", f"ds_configs/zero{stage}.json"] for stage in (2, 3)]
     lines = []
     for arguments in stages if script == "train_deepspeed" else [[]]:
-        lines += [[*arguments, *common, "--sync-batchnorm"], [*arguments, *common]]
-    for number, log in enumerate(several(run, torchrun, 2, script, lines, timeout=900)):
-        if number % 2:
-            check_difference(log, reference("adamw"))
-            continue
+        lines.append([*arguments, *common, "--sync-batchnorm"])
+    for log in several(run, torchrun, 2, script, lines, timeout=900):
         # bf16 has 8 bits of precision; statistics of each process's own images would be 2e-1 away.
         assert 1e-6 < distance(log.losses, reference("adamw").losses) < 3e-2
         assert float(log.result["validation_accuracy"]) > 0.7
