@@ -142,7 +142,7 @@ def test_help_list_and_wrong_options(run):
         (["--steps"], "--steps needs a value"),
         (["--steps", "ten"], "--steps takes a whole number"),
         (["--nproc=0"], "--nproc takes a whole number"),
-        (["--data", "no/such/file.txt"], "cannot read the text no/such/file.txt"),
+        (["--data", "no/such/file.txt"], "cannot read the data no/such/file.txt"),
     ]:
         result = run(["./run.sh", *arguments], **bare)
         assert result.returncode == 2
