@@ -58,6 +58,7 @@ sys.exit(any(ended))
 """
 
 
+@pytest.mark.full
 def test_gloos_threads_do_not_abort_a_process_that_ends(run):
     done = run([sys.executable, "-c", PAIRS], 200)
     assert done.returncode == 0, done.stderr
