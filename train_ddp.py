@@ -55,7 +55,7 @@ def main():
     model = harness.get_model(args, vocab_size)
     n_parameters = sum(p.numel() for p in model.parameters())
     torch.manual_seed(args.seed + rank)  # from here on, randomness (dropout) differs between processes
-    saved = activations.Saved(args, device, model.blocks)  # activation memory: its flags, and the count of it
+    saved = activations.Saved(args, device, model.blocks)  # activation memory: its flags, and its count
 
     # The strategy: gradients are averaged over all processes as the backward pass produces them,
     # and live in the buckets they are sent from, not in a copy beside them.

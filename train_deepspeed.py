@@ -67,7 +67,7 @@ def main():
         model = harness.get_model(args, vocab_size)
     n_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     torch.manual_seed(args.seed + rank)  # from here on, randomness (dropout) differs between processes
-    saved = activations.Saved(args, device, model.blocks)  # activation memory: its flags, and the count of it
+    saved = activations.Saved(args, device, model.blocks)  # activation memory: its flags, and its count
 
     # The strategy: the engine takes model, data, optimizer and schedule, and does with them what the
     # JSON says. Its loader has a sampler that deals one shuffled order out to all processes.

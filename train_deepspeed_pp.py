@@ -74,7 +74,7 @@ def main():
         LayerSpec(nn.LayerNorm, shape.n_embd),
         LayerSpec(gptlite.Linear, shape.n_embd, vocab_size, bias=False, generator=generators[-1]),
     ]
-    saved = activations.Saved(args, device)  # activation memory: its flags, and the count of it
+    saved = activations.Saved(args, device)  # activation memory: its flags, and its count
     # (partition_method "parameters" would build every layer on every process, to count.)
     model = PipelineModule(
         layers,

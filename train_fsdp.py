@@ -66,7 +66,7 @@ def main():
     n_parameters = sum(p.numel() for p in model.parameters())
     whole = model.state_dict() if rank == 0 else {}
     torch.manual_seed(args.seed + rank)  # from here on, randomness (dropout) differs between processes
-    saved = activations.Saved(args, device, model.blocks)  # activation memory: its flags, and the count of it
+    saved = activations.Saved(args, device, model.blocks)  # activation memory: its flags, and its count
 
     # The strategy: each block is a unit that is gathered, computed and dropped again; the root takes
     # what is left (embeddings, last norm, head). Dimension 0 of the mesh replicates, dimension 1 shards.

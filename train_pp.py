@@ -97,7 +97,7 @@ def main():
     n_parameters = torch.tensor(sum(p.numel() for p in model.parameters()), device=device)
     dist.all_reduce(n_parameters, group=pipeline_group)
     torch.manual_seed(args.seed + rank)  # from here on, randomness (dropout) differs between processes
-    saved = activations.Saved(args, device, pipeline.blocks(stages))  # activation memory: its flags, and the count of it
+    saved = activations.Saved(args, device, pipeline.blocks(stages))  # activation memory: its flags, and its count
     # The step's gradient is the mean over its micro-batches: the schedule divides by their number at the end.
     idle = pipeline.IdleMeter(stages, device)
     schedule = schedule_kind.build(

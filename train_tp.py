@@ -84,7 +84,7 @@ def main():
         model = harness.get_model(args, vocab_size)
     n_parameters = sum(p.numel() for p in model.parameters())
     whole = model.state_dict() if rank == 0 else {}
-    saved = activations.Saved(args, device, model.blocks)  # activation memory: its flags, and the count of it
+    saved = activations.Saved(args, device, model.blocks)  # activation memory: its flags, and its count
 
     # The strategy: each layer is cut over the tensor-parallel group. What a process then holds is cut once more
     # over the data-parallel ranks, by FSDP (over one process, FSDP only sees to the precision).
