@@ -302,10 +302,11 @@ class Offloaded:
 def predict(config: gptlite.GPTConfig, vocab_size: int, batch: int, checkpointing: bool = False) -> int:
     """Bytes that autograd holds at the peak, for `batch` sequences of block_size tokens in fp32.
 
-    Counted operation by operation, as Korthikanti et al. 2022 do (arXiv 2205.05198; the idea of computing again is Chen
-    et al.'s, 2016, arXiv 1604.06174). Each saves what its gradient is computed from: without dropout a block 12 d + H + 4 numbers of 4 bytes
-    per token (d = n_embd, H = n_head). Of a checkpointed block only the d of its input are left, but for the one
-    that is just computed again. The factor between both goes towards 12, the more blocks there are.
+    Counted operation by operation, as Korthikanti et al. 2022 do (arXiv 2205.05198); the idea of computing again is
+    from Chen et al. 2016 (arXiv 1604.06174). Each operation saves what its gradient is computed from: without dropout
+    a block 12 d + H + 4 numbers of 4 bytes per token (d = n_embd, H = n_head). Of a checkpointed block only the d of
+    its input are left, but for the one that is just computed again. The factor between both goes towards 12, the more
+    blocks there are.
     """
     T, d, H = config.block_size, config.n_embd, config.n_head
     norm = d + 2  # its input, and of each token mean and 1/deviation
