@@ -52,4 +52,5 @@ def let_threads_finish() -> None:
     after destroy_process_group(). They only wait for this thread to pause: a millisecond does, and
     on a busy machine half a second.
     """
+    atexit.unregister(time.sleep)  # once is enough
     atexit.register(time.sleep, 0.5)
