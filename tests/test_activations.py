@@ -374,18 +374,14 @@ def test_deepspeed_trains_the_same(run, torchrun, text_file, tmp_path, stage):
     config = json.loads((ROOT / "ds_configs" / f"{stage}.json").read_text())
     config["activation_checkpointing"] = {"cpu_checkpointing": True}
     (tmp_path / "section.json").write_text(json.dumps(config))
-    outputs = []
-    for path, line in [
-        (f"ds_configs/{stage}.json", ""),
-        (f"ds_configs/{stage}.json", BOTH),
-        (tmp_path / "section.json", ""),
-    ]:
-        command = ["train_deepspeed.py", "--deepspeed_config", path, *SHAPE.split(), *line.split(), "--data", text_file]
-        done = run(torchrun(2, *command), timeout=300)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        assert "reentrant" not in done.stderr
-        outputs.append("== 0\n" + done.stdout)
-    plain, by_flags, by_section = (parse(output)[0] for output in outputs)
+    plain = ["--deepspeed_config", f"ds_configs/{stage}.json", *SHAPE.split(), "--data", str(text_file)]
+    section = ["--deepspeed_config", str(tmp_path / "section.json"), *plain[2:]]
+    lines = json.dumps([plain, [*plain, *BOTH.split()], section])
+    done = run(torchrun(2, "tests/several.py", "train_deepspeed", lines), timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "reentrant" not in done.stderr
+    outputs = re.split(r"^== \d+$", done.stdout, flags=re.MULTILINE)[1:]
+    plain, by_flags, by_section = parse(done.stdout)
     for other in (by_flags, by_section):
         same(other, plain)
         check_count(other, BOTH)

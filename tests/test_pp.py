@@ -1,6 +1,8 @@
 """Both pipelines, PyTorch's and DeepSpeed's, follow one process, and say before they start what they cannot do."""
 
+import itertools
 import json
+import re
 import shutil
 import sys
 from types import SimpleNamespace
@@ -48,6 +50,45 @@ def reference(launch):
     return reference
 
 
+CLIP = ("--clip", "0.05")  # every step is clipped
+BF16 = ("--precision", "bf16")
+
+
+@pytest.fixture(scope="session")
+def matrix(run, torchrun, text_file):
+    """matrix(processes, optimizer, flags of train_pp.py, ...): a run of which --full needs several.
+
+    The first that is asked for runs all of as many processes, and of pipelines of as many, in one launch.
+    """
+    two = ("--pipeline-parallel-size", "2")
+    lines = {"one": {2: [], 4: []}, "two": {4: [("sgd", "--schedule", "1F1B", *two, *CLIP)]}}
+    for schedule, optimizer in itertools.product(SCHEDULES, SETTINGS):
+        for processes in (2, 4):
+            lines["one"][processes].append((optimizer, "--schedule", schedule, *layers(processes, schedule)))
+        lines["two"][4].append((optimizer, "--schedule", schedule, *two))
+    lines["one"][2] += [("adamw", "--schedule", schedule, *BF16) for schedule in ("1F1B", "ZBVZeroBubble")]
+    done = {}
+
+    def matrix(processes, *line):
+        pipelines = "two" if "--pipeline-parallel-size" in line else "one"
+        if (pipelines, processes) not in done:
+            wanted = lines[pipelines][processes]
+            commands = [[*flags, *SETTINGS[optimizer], *MICRO, *COMMON] for optimizer, *flags in wanted]
+            commands = json.dumps([[*command, "--data", str(text_file)] for command in commands])
+            result = run(torchrun(processes, "tests/several.py", "train_pp", commands), timeout=900)
+            assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+            parts = re.split(r"^== \d+$", result.stdout, flags=re.MULTILINE)[1:]
+            done[pipelines, processes] = {key: read(part) for key, part in zip(wanted, parts, strict=True)}
+        return done[pipelines, processes][line]
+
+    return matrix
+
+
+def layers(processes, schedule):
+    """More of them where nano has too few for the stages."""
+    return ("--n-layer", "8") if processes * pipeline.SCHEDULES[schedule].stages_per_process > 4 else ()
+
+
 def check_parity(log, expected):
     """Each step's loss, the validation loss and its tokens are those of one process, and so is the model."""
     assert len(log.losses) == 20
@@ -87,19 +128,18 @@ def test_two_pipelines_with_zero_bubble_follow_one_process(launch, reference):
 @pytest.mark.parametrize("optimizer", SETTINGS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("processes", [2, 4])
-def test_schedules_follow_one_process(launch, reference, processes, schedule, optimizer):
-    layers = ("--n-layer", "8") if processes * pipeline.SCHEDULES[schedule].stages_per_process > 4 else ()
-    log = launch(processes, "train_pp.py", *SETTINGS[optimizer], *MICRO, "--schedule", schedule, *layers)
-    check_parity(log, reference(optimizer, *layers))
+def test_schedules_follow_one_process(matrix, reference, processes, schedule, optimizer):
+    more = layers(processes, schedule)
+    log = matrix(processes, optimizer, "--schedule", schedule, *more)
+    check_parity(log, reference(optimizer, *more))
     assert log.run["strategy"] == pipeline.SCHEDULES[schedule].strategy
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", SETTINGS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_data_parallel_pipelines_follow_one_process(launch, reference, schedule, optimizer):
-    flags = ("--schedule", schedule, "--pipeline-parallel-size", "2")
-    log = launch(4, "train_pp.py", *SETTINGS[optimizer], *MICRO, *flags)
+def test_data_parallel_pipelines_follow_one_process(matrix, reference, schedule, optimizer):
+    log = matrix(4, optimizer, "--schedule", schedule, "--pipeline-parallel-size", "2")
     check_parity(log, reference(optimizer))
     assert log.run["strategy"] == pipeline.SCHEDULES[schedule].strategy + "_dp"
 
@@ -118,23 +158,30 @@ def test_deepspeeds_pipeline_follows_one_process(launch, reference, processes, o
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", [("train_pp.py",), DEEPSPEED], ids=["pp", "deepspeed_pp"])
-def test_clipping_uses_the_norm_over_all_stages(launch, reference, script):
-    clip = ("--clip", "0.05")  # every step is clipped
-    expected = reference("sgd", *clip)
-    check_parity(launch(4, *script, *SETTINGS["sgd"], *MICRO, "--pipeline-parallel-size", "2", *clip), expected)
+@pytest.mark.parametrize("script", ["pp", "deepspeed_pp"])
+def test_clipping_uses_the_norm_over_all_stages(launch, matrix, reference, script):
+    flags = ("--pipeline-parallel-size", "2", *CLIP)
+    expected = reference("sgd", *CLIP)
+    if script == "pp":
+        check_parity(matrix(4, "sgd", "--schedule", "1F1B", *flags), expected)
+    else:
+        check_parity(launch(4, *DEEPSPEED, *SETTINGS["sgd"], *MICRO, *flags), expected)
     assert distance(expected.losses, reference("sgd").losses) > 1e-2
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("script", [("train_pp.py",), ("train_pp.py", "--schedule", "ZBVZeroBubble"), DEEPSPEED])
-def test_bf16_follows_fp32(launch, reference, script):
-    log, expected = launch(2, *script, *SETTINGS["adamw"], *MICRO, "--precision", "bf16"), reference("adamw")
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble", "DeepSpeed's"])
+def test_bf16_follows_fp32(launch, matrix, reference, schedule):
+    if schedule == "DeepSpeed's":
+        log = launch(2, *DEEPSPEED, *SETTINGS["adamw"], *MICRO, *BF16)
+    else:
+        log = matrix(2, "adamw", "--schedule", schedule, *BF16)
+    expected = reference("adamw")
     assert 1e-6 < distance(log.losses, expected.losses) < 2e-2  # and it is not fp32
     assert float(log.result["validation_loss"]) == pytest.approx(float(expected.result["validation_loss"]), rel=2e-2)
     # Weights and moments that the optimizer updates are fp32, about half of them each (in a V the first process
     # has embeddings and head); DeepSpeed's fp32 weights are a copy.
-    assert log.states()["OptimizerState"] == pytest.approx(6 if script == DEEPSPEED else 4, rel=0.05)
+    assert log.states()["OptimizerState"] == pytest.approx(6 if schedule == "DeepSpeed's" else 4, rel=0.05)
 
 
 BREAKS = {
