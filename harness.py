@@ -110,7 +110,7 @@ def accumulation_steps(args, data_parallel_size: int) -> int:
 def pick_device(args, local_rank: int) -> tuple[torch.device, str]:
     """The device of this process and the backend that carries its collectives.
 
-    Fills in what depends on the device (--device, --model), and sees to it that this process ends as it should.
+    Fills in what depends on the device (--model), and sees to it that this process ends as it should.
     """
     if mistake := workload.find_mistake(args, int(os.environ["WORLD_SIZE"])):
         fail(mistake)
@@ -137,7 +137,6 @@ def pick_device(args, local_rank: int) -> tuple[torch.device, str]:
         fail(problem)
     if args.workload == "resnet":
         args.model = workload.RESNET
-    args.device = device.type
     args.model = args.model or ("nano" if device.type == "cpu" else "gpt3-small")
     # One process without a launcher needs an address too; port 0 is any free one.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -145,7 +144,7 @@ def pick_device(args, local_rank: int) -> tuple[torch.device, str]:
     return device, backend
 
 
-# ---- data and model -----------------------------------------------------------------------------
+# ---- data ---------------------------------------------------------------------------------------
 
 
 def get_dataset(args, local_rank: int):
@@ -176,10 +175,6 @@ def get_dataset(args, local_rank: int):
         dist.destroy_process_group()
         fail(errors[0])
     return result
-
-
-def get_model(args, n_outputs: int) -> torch.nn.Module:
-    return workload.get_model(args, n_outputs)
 
 
 def endless(loader, sampler, steps_per_epoch: int, accumulation: int):

@@ -52,7 +52,7 @@ def main():
     loader = DataLoader(train_set, args.micro_batch_size, sampler=sampler, pin_memory=device.type != "cpu")
     batches = harness.endless(loader, sampler, len(train_set) // args.batch_size, accumulation)
 
-    model = harness.get_model(args, vocab_size)
+    model = workload.get_model(args, vocab_size)
     n_parameters = sum(p.numel() for p in model.parameters())
     torch.manual_seed(args.seed + rank)  # from here on, randomness (dropout) differs between processes
     saved = activations.Saved(args, device, model.blocks)  # activation memory: its flags, and its count

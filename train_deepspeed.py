@@ -64,7 +64,7 @@ def main():
 
     # ZeRO-3 takes each layer's parameters apart as soon as it is built: no process holds the whole model.
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
-        model = harness.get_model(args, vocab_size)
+        model = workload.get_model(args, vocab_size)
     n_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     torch.manual_seed(args.seed + rank)  # from here on, randomness (dropout) differs between processes
     saved = activations.Saved(args, device, model.blocks)  # activation memory: its flags, and its count
@@ -114,7 +114,7 @@ def estimate_memory(args, rank: int) -> None:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_live
 
-    model = harness.get_model(args, workload.N_OUTPUTS[args.workload])
+    model = workload.get_model(args, workload.N_OUTPUTS[args.workload])
     if rank == 0:
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         print(f"{args.model}: {size / accounting.GB:.3f}GB of fp32 parameters")

@@ -62,7 +62,7 @@ def main():
 
     # No GPU ever holds the whole model: rank 0 has it in CPU memory, the others only its shapes.
     with torch.device("cpu" if rank == 0 else "meta"):
-        model = harness.get_model(args, vocab_size)
+        model = workload.get_model(args, vocab_size)
     n_parameters = sum(p.numel() for p in model.parameters())
     whole = model.state_dict() if rank == 0 else {}
     torch.manual_seed(args.seed + rank)  # from here on, randomness (dropout) differs between processes

@@ -46,6 +46,7 @@ import accounting
 import activations
 import harness
 import tensor_parallel
+import workload
 
 
 def main():
@@ -81,7 +82,7 @@ def main():
 
     # No GPU ever holds the whole model: rank 0 has it in CPU memory, the others only its shapes.
     with torch.device("cpu" if rank == 0 else "meta"):
-        model = harness.get_model(args, vocab_size)
+        model = workload.get_model(args, vocab_size)
     n_parameters = sum(p.numel() for p in model.parameters())
     whole = model.state_dict() if rank == 0 else {}
     saved = activations.Saved(args, device, model.blocks)  # activation memory: its flags, and its count

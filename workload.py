@@ -56,6 +56,7 @@ def get_dataset(args, fetch: bool):
 
 
 def get_model(args, n_outputs: int) -> torch.nn.Module:
+    """For `n_outputs` characters or classes, from args.seed; on the device that is torch's default, the CPU or meta."""
     if args.workload == "resnet":
         import resnet
 
