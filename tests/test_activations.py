@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+import training
 from conftest import ROOT
 
 import activations
@@ -250,10 +251,10 @@ DROPOUT, BF16 = "--dropout 0.2 ", "--precision bf16 "
 SEQUENCE = "--sequence-parallel "
 
 
-def parse(output):
-    """Of each run in the output of several.py: its losses, its validation loss and what its last meter line counts."""
+def parse(outputs):
+    """Of each run: its losses, its validation loss and what its last meter line counts."""
     runs = []
-    for part in re.split(r"^== \d+$", output, flags=re.MULTILINE)[1:]:
+    for part in outputs:
         last = re.findall(r"^meter: .*$", part, re.MULTILINE)[-1]
         runs.append(
             {
@@ -270,12 +271,11 @@ def several(run, torchrun, text_file):
     """several(script, command line, ...): two processes train by each of them; what they printed."""
 
     def several(script, *lines, timeout=400, **environment):
-        command = json.dumps([[*(SHAPE + line).split(), "--data", str(text_file)] for line in lines])
-        done = run(torchrun(2, "tests/several.py", script, command), timeout=timeout, **environment)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        assert "reentrant" not in done.stderr
-        assert "Warning" not in done.stderr, done.stderr
-        return parse(done.stdout)
+        lines = [[*(SHAPE + line).split(), "--data", text_file] for line in lines]
+        outputs, stderr = training.several(run, torchrun, 2, script, lines, timeout, **environment)
+        assert "reentrant" not in stderr
+        assert "Warning" not in stderr, stderr
+        return parse(outputs)
 
     return several
 
@@ -376,12 +376,10 @@ def test_deepspeed_trains_the_same(run, torchrun, text_file, tmp_path, stage):
     (tmp_path / "section.json").write_text(json.dumps(config))
     plain = ["--deepspeed_config", f"ds_configs/{stage}.json", *SHAPE.split(), "--data", str(text_file)]
     section = ["--deepspeed_config", str(tmp_path / "section.json"), *plain[2:]]
-    lines = json.dumps([plain, [*plain, *BOTH.split()], section])
-    done = run(torchrun(2, "tests/several.py", "train_deepspeed", lines), timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "reentrant" not in done.stderr
-    outputs = re.split(r"^== \d+$", done.stdout, flags=re.MULTILINE)[1:]
-    plain, by_flags, by_section = parse(done.stdout)
+    lines = [plain, [*plain, *BOTH.split()], section]
+    outputs, stderr = training.several(run, torchrun, 2, "train_deepspeed", lines)
+    assert "reentrant" not in stderr
+    plain, by_flags, by_section = parse(outputs)
     for other in (by_flags, by_section):
         same(other, plain)
         check_count(other, BOTH)
@@ -397,7 +395,7 @@ def test_deepspeeds_pipeline_trains_the_same(run, torchrun, text_file):
         command = ["train_deepspeed_pp.py", "--deepspeed_config", "ds_configs/pp_zero1.json", *(SHAPE + line).split()]
         done = run(torchrun(2, *command, "--data", text_file), timeout=300)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        runs += parse("== 0\n" + done.stdout)
+        runs += parse([done.stdout])
     plain, both = runs
     same(both, plain)
     assert both["Activations"] < 0.5 * plain["Activations"]

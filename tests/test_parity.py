@@ -6,13 +6,11 @@ under SGD. The short test run has SGD with accumulation 2; --full has both, with
 bf16, clipping, and the proof that the test notices what it should.
 """
 
-import json
-import re
 import shutil
 
 import pytest
 from conftest import ROOT
-from training import COMMON, PROCESSES, SCRIPTS, SETTINGS, distance, read, train
+from training import COMMON, PROCESSES, SCRIPTS, SETTINGS, distance, read, several, train
 
 PARITY = 1e-4
 
@@ -57,11 +55,9 @@ def matrix(run, torchrun, text_file):
             keys += [("sgd", 2, *CLIP)] if strategy in CLIPPED else []
             script, *own = SCRIPTS[strategy]
             lines = [[*own, *flags_for(strategy, *key[:2], text_file), *key[2:]] for key in keys]
-            lines = json.dumps([[str(word) for word in line] for line in lines])
-            command = torchrun(PROCESSES.get(strategy, 2), "tests/several.py", script.removesuffix(".py"), lines)
-            done = run(command, 1500)  # the first with offload on a machine compiles DeepSpeed's C++, for minutes
-            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-            parts = re.split(r"^== \d+$", done.stdout, flags=re.MULTILINE)[1:]
+            timeout = 1500  # the first with offload on a machine compiles DeepSpeed's C++, for minutes
+            processes = PROCESSES.get(strategy, 2)
+            parts, _ = several(run, torchrun, processes, script.removesuffix(".py"), lines, timeout)
             logs[strategy] = {key: read(part) for key, part in zip(keys, parts, strict=True)}
         return logs[strategy][which]
 

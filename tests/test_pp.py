@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import shutil
 import sys
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from training import COMMON, SETTINGS, distance, read
+from training import COMMON, SETTINGS, distance, read, several
 
 import gptlite
 import pipeline
@@ -73,11 +72,9 @@ def matrix(run, torchrun, text_file):
         pipelines = "two" if "--pipeline-parallel-size" in line else "one"
         if (pipelines, processes) not in done:
             wanted = lines[pipelines][processes]
-            commands = [[*flags, *SETTINGS[optimizer], *MICRO, *COMMON] for optimizer, *flags in wanted]
-            commands = json.dumps([[*command, "--data", str(text_file)] for command in commands])
-            result = run(torchrun(processes, "tests/several.py", "train_pp", commands), timeout=900)
-            assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-            parts = re.split(r"^== \d+$", result.stdout, flags=re.MULTILINE)[1:]
+            common = [*MICRO, *COMMON, "--data", text_file]
+            commands = [[*flags, *SETTINGS[optimizer], *common] for optimizer, *flags in wanted]
+            parts, _ = several(run, torchrun, processes, "train_pp", commands, timeout=900)
             done[pipelines, processes] = {key: read(part) for key, part in zip(wanted, parts, strict=True)}
         return done[pipelines, processes][line]
 

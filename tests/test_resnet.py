@@ -4,7 +4,6 @@ The images are made here, in CIFAR-10's own files: four classes, each a coarse p
 GPTlite has not got: without --sync-batchnorm two processes take other statistics than one, and with it the same.
 """
 
-import json
 import pickle
 import shutil
 import sys
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchvision
+import training
 from conftest import ROOT
 from training import distance, read
 
@@ -49,13 +49,10 @@ def cifar10(tmp_path_factory):
     return write_cifar10(tmp_path_factory.mktemp("images") / "cifar-10-batches-py")
 
 
-def several(run, torchrun, processes, script, command_lines, timeout=600):
+def several(*arguments, **options):
     """The logs of several command lines of a script, run in one launch."""
-    lines = json.dumps([[str(word) for word in line] for line in command_lines])
-    arguments = ["tests/several.py", script, lines]
-    done = run([sys.executable, *arguments] if processes == 1 else torchrun(processes, *arguments), timeout)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    return [read(part) for part in done.stdout.split("== ")[1:]]
+    parts, _ = training.several(*arguments, **options)
+    return [read(part) for part in parts]
 
 
 # ---- parity -------------------------------------------------------------------------------------
@@ -179,8 +176,8 @@ def test_it_is_torchvisions_resnet18():
             assert one.std().item() == pytest.approx(other.std().item(), rel=0.1, abs=1e-9), name
     images = torch.randn(4, 3, 32, 32)
     ours.load_state_dict(theirs.state_dict())
-    for training in (True, False):
-        assert torch.equal(ours.train(training)(images), theirs.train(training)(images))
+    for mode in (True, False):
+        assert torch.equal(ours.train(mode)(images), theirs.train(mode)(images))
     for one, other in zip(ours.buffers(), theirs.buffers(), strict=True):
         assert torch.equal(one, other)
 

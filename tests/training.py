@@ -1,5 +1,6 @@
 """Runs the training scripts by their real command lines and reads their logs."""
 
+import json
 import re
 import sys
 from dataclasses import dataclass
@@ -73,6 +74,15 @@ def train(run, torchrun, strategy, *flags, processes=None, timeout=300, **option
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert "destroy_process_group" not in done.stderr  # a clean run ends its process group itself
     return read(done.stdout)
+
+
+def several(run, torchrun, processes, script, lines, timeout=600, **options):
+    """Run a script by several command lines, in one launch (several.py): what each has printed, and all of stderr."""
+    lines = json.dumps([[str(word) for word in line] for line in lines])
+    arguments = ["tests/several.py", script, lines]
+    done = run([sys.executable, *arguments] if processes == 1 else torchrun(processes, *arguments), timeout, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return re.split(r"^== \d+$", done.stdout, flags=re.MULTILINE)[1:], done.stderr
 
 
 def distance(losses, reference) -> float:
